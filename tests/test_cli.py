@@ -15,6 +15,7 @@ import pytest
 from lab.fixture import why_no_lab
 from offbeat import __version__
 from offbeat.cli import COMMANDS, START, load, main
+from offbeat.codecs import CODECS
 from offbeat.commands import base
 from offbeat.policies import replay
 from offbeat.runs.log import read_log
@@ -122,7 +123,7 @@ def test_dgx1_says_how_many_rings_there_are_or_gives_the_cut_bound(offbeat: Offb
 
 def test_strategies_lists_each_in_one_line_and_one_with_its_options(offbeat: Offbeat) -> None:
     lines = offbeat("strategies")[1].splitlines()
-    assert len([line for line in lines if line.startswith("  ")]) == len(strategies())
+    assert len([line for line in lines if line.startswith("  ")]) == len(strategies()) + len(CODECS)
     assert "outer=" in offbeat("strategies hierarchical")[1]
     assert len(json.loads(offbeat("strategies --json")[1])["strategies"]) == len(strategies())
 

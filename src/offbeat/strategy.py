@@ -17,6 +17,7 @@ from offbeat.policies import table as policy_table
 from offbeat.policies.table import POLICIES, params_of
 from offbeat.schedules.algorithms import Algorithm, algorithms
 from offbeat.schedules.algorithms import add_row as add_schedule
+from offbeat.schedules.algorithms import params_of as coded_params
 from offbeat.synonyms import unknown_strategy
 
 ALL_REDUCE = "all-reduce"
@@ -48,7 +49,7 @@ class Strategy:
 def strategies() -> dict[str, Strategy]:
     """All of them by name."""
     reduces = [
-        Strategy(name=row.name, family=ALL_REDUCE, summary=row.summary, params=row.params, examples=row.examples)
+        Strategy(name=row.name, family=ALL_REDUCE, summary=row.summary, params=coded_params(row), examples=row.examples)
         for row in algorithms(ALL_REDUCE).values()
     ]
     reduces += [

@@ -39,7 +39,7 @@ def random_tensor(number: int) -> Tensor:
         values *= torch.exp(3 * torch.randn(items, generator=chance))
     if kind == 3 and items:
         values = torch.full((items,), float(values[0]))
-    return values
+    return torch.as_tensor(values)
 
 
 def coded(codec: codecs.Codec, values: Tensor, residual: Tensor | None = None, number: int = 0) -> Tensor:
@@ -53,7 +53,7 @@ def coded(codec: codecs.Codec, values: Tensor, residual: Tensor | None = None, n
 
 
 def blocks_of(values: Tensor, size: int) -> list[Tensor]:
-    return list(values.split(size)) if len(values) else []
+    return list(torch.split(values, size)) if len(values) else []
 
 
 def largest_by_block(values: Tensor, size: int = BLOCK) -> Tensor:
@@ -154,7 +154,7 @@ def test_who_encodes_can_take_what_the_others_decode(line: str) -> None:
         coder.encode(values, payload, residual, take=True)
         out = torch.empty(items)
         coder.decode(payload, out)
-        assert torch.equal(values, out)
+        assert torch.equal(values.view(torch.int32), out.view(torch.int32))  # to the sign of a zero
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])

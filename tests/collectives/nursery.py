@@ -71,12 +71,14 @@ class Nursery:
 
 
 def _serve() -> None:
-    from collectives import fault_programs, gpu_programs, odd_programs, programs
+    from collectives import coded_programs, fault_programs, gpu_programs, odd_programs, programs
     from server import hostile_learners, odd_learners
     from server import programs as learners
 
     learners.warm_up()
-    modules = (programs, fault_programs, odd_programs, gpu_programs, learners, odd_learners, hostile_learners)
+    modules = (
+        programs, coded_programs, fault_programs, odd_programs, gpu_programs, learners, odd_learners, hostile_learners,
+    )  # fmt: skip
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what ranks print goes to the errors

@@ -19,7 +19,7 @@ def run_symbolically(schedule: Schedule) -> dict[Place, Counter[int]] | None:
         before = {place: Counter(counts) for place, counts in held.items()}
         written: Counter[Place] = Counter()
         overwritten: set[Place] = set()
-        for source, target, chunk, reduce in step:
+        for source, target, chunk, reduce, _ in step:
             place = (target, chunk)
             written[place] += 1
             if not reduce:
@@ -71,7 +71,7 @@ def all_reduce(schedule: Schedule, vectors: list[list[float]]) -> list[list[floa
     held = [list(vector) for vector in vectors]
     for step in schedule.steps:
         before = [list(vector) for vector in held]
-        for source, target, chunk, reduce in step:
+        for source, target, chunk, reduce, _ in step:
             for i in range(chunk * length // schedule.chunks, (chunk + 1) * length // schedule.chunks):
                 held[target][i] = before[source][i] + (held[target][i] if reduce else 0.0)
     return held
@@ -81,6 +81,6 @@ def bytes_sent(schedule: Schedule, items: int) -> list[int]:
     """By each rank, for items of one byte."""
     sent = [0] * schedule.ranks
     for step in schedule.steps:
-        for source, _, chunk, _ in step:
+        for source, _, chunk, _, _ in step:
             sent[source] += (chunk + 1) * items // schedule.chunks - chunk * items // schedule.chunks
     return sent

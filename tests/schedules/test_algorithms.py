@@ -243,7 +243,7 @@ def test_hierarchical_leaders_alone_speak_across_nodes() -> None:
         ("ring:order=0-1-1", 3, "must visit each of the ranks 0..2 once"),
         ("ring:order=a-b", 2, "written like 0-3-2-1"),
         ("ring:4", 4, "takes no arguments"),
-        ("tree:fast=1", 4, "has no options"),
+        ("tree:fast=1", 4, "unknown option 'fast'"),
         ("double-tree:0", 4, "expected a whole number"),
         ("ring", 0, "1 or more"),
     ],

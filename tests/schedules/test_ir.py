@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from offbeat.errors import RequestError
 from offbeat.schedules import Schedule, Transfer, build
 
-transfers = st.builds(Transfer, st.integers(0, 4), st.integers(0, 4), st.integers(0, 6), st.booleans())
+lines = st.sampled_from(("", "bf16", "int8:stochastic"))
+transfers = st.builds(Transfer, st.integers(0, 4), st.integers(0, 4), st.integers(0, 6), st.booleans(), lines)
 
 
 def test_a_transfer_reads_as_a_line() -> None:

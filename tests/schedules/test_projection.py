@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import defaultdict
 from dataclasses import replace
@@ -13,15 +14,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.schedules import ALGORITHMS, Schedule, Transfer, build
-from offbeat.schedules.projection import Mark, Program, Put, Read, Receive, Send, Sent, Wait, project
+from offbeat.schedules.projection import Encode, Mark, Program, Put, Read, Receive, Send, Sent, Wait, project
 
 Values = list[list[str]]  # [rank][chunk]: the additions that were made, written out
 
 
 def run_step_by_step(schedule: Schedule, values: Values) -> Values:
     """The oracle: the law of schedules, to the letter. All reads of a step, then its writes in the order listed."""
+    payloads: dict[tuple[int, int], str] = {}  # that a copy can pass on
     for step in schedule.steps:
-        reads = [values[t.source][t.chunk] for t in step]
+        for t in step:
+            if t.codec and not t.reduce and (t.source, t.chunk) not in payloads:
+                values[t.source][t.chunk] = payloads[t.source, t.chunk] = f"<{values[t.source][t.chunk]}>"
+        reads = [f"<{values[t.source][t.chunk]}>" if t.codec and t.reduce else values[t.source][t.chunk] for t in step]
+        for t in step:
+            payloads.pop((t.target, t.chunk), None)
+        for t, value in zip(step, reads, strict=True):
+            if t.codec and not t.reduce:
+                payloads[t.target, t.chunk] = value
         for transfer, value in zip(step, reads, strict=True):
             own = values[transfer.target][transfer.chunk]
             values[transfer.target][transfer.chunk] = f"({own}+{value})" if transfer.reduce else value
@@ -35,9 +45,19 @@ def run_programs(programs: list[Program], values: Values, chance: random.Random)
     through has its result taken and its memory overwritten at once: it is the caller's again.
     """
     at, marks = [0] * len(programs), [0] * len(programs)
+    payloads: list[dict[int, str]] = [{} for _ in programs]
+
+    def encode(rank: int, now: Encode) -> None:
+        payloads[rank][now.chunk] = f"<{values[rank][now.chunk]}>"
+        if now.take:
+            values[rank][now.chunk] = payloads[rank][now.chunk]
+
+    for program in programs:
+        for first in program.first:
+            encode(program.rank, first)
     scratch: list[dict[int, str]] = [{} for _ in programs]
     results: dict[int, list[str]] = {}
-    sends: dict[tuple[int, int], list[int]] = defaultdict(list)  # (from, to) -> chunks that wait to be sent
+    sends: dict[tuple[int, int], list[tuple[int, bool]]] = defaultdict(list)  # (from, to) -> what waits to be sent
     sent: dict[tuple[int, int], list[tuple[int, str]]] = defaultdict(list)  # what was
     received: dict[tuple[int, int], int] = defaultdict(int)
 
@@ -57,10 +77,11 @@ def run_programs(programs: list[Program], values: Values, chance: random.Random)
         waiting = [pair for pair, chunks in sends.items() if chunks]
         assert ready or through or waiting, "everybody waits"
         for source, target in [chance.choice(waiting)] if waiting and (not ready or chance.random() < 0.3) else []:
-            chunk = sends[source, target].pop(0)
-            sent[source, target].append((chunk, values[source][chunk]))
+            chunk, coded = sends[source, target].pop(0)
+            sent[source, target].append((chunk, payloads[source][chunk] if coded else values[source][chunk]))
         for rank in through:
             results[rank], values[rank] = values[rank], ["overwritten"] * len(values[rank])
+            payloads[rank] = dict.fromkeys(range(len(values[rank])), "overwritten")
         for rank in [chance.choice(ready)] if ready else []:
             for _ in range(chance.choice([1, 1, 5, 50])):  # a burst: one rank runs far ahead of the others
                 if not can_go_on(rank):
@@ -68,21 +89,28 @@ def run_programs(programs: list[Program], values: Values, chance: random.Random)
                 now = programs[rank].instructions[at[rank]]
                 at[rank] += 1
                 if isinstance(now, Send):
-                    sends[rank, now.peer].append(now.chunk)
+                    sends[rank, now.peer].append((now.chunk, now.coded))
                 elif isinstance(now, Read | Receive):
                     if isinstance(now, Read):
-                        assert now.chunk in programs[now.peer].exposed
-                        value = values[now.peer][now.chunk]
+                        assert now.coded or now.chunk in programs[now.peer].exposed
+                        value = payloads[now.peer][now.chunk] if now.coded else values[now.peer][now.chunk]
                     else:
                         chunk, value = sent[now.peer, rank][received[now.peer, rank]]
                         received[now.peer, rank] += 1
                         assert chunk == now.chunk, "received in another order than sent"
                     if now.scratch is None:
                         write(values[rank], now.chunk, value, now.reduce)
+                        if now.coded and not now.reduce:
+                            payloads[rank][now.chunk] = value
                     else:
                         scratch[rank][now.scratch] = value
                 elif isinstance(now, Put):
-                    write(values[rank], now.chunk, scratch[rank].pop(now.scratch), now.reduce)
+                    value = scratch[rank].pop(now.scratch)
+                    write(values[rank], now.chunk, value, now.reduce)
+                    if now.coded and not now.reduce:
+                        payloads[rank][now.chunk] = value
+                elif isinstance(now, Encode):
+                    encode(rank, now)
                 elif isinstance(now, Mark):
                     assert now.mark > marks[rank]
                     marks[rank] = now.mark
@@ -101,6 +129,22 @@ def every_schedule(ranks: int) -> list[Schedule]:
     rows = ALGORITHMS.values()
     named = [build(line, ranks=ranks, collective=row.collective) for row in rows for line in row.lines(ranks)]
     return [*named, build("ring:parts=3", ranks=ranks)]
+
+
+@pytest.mark.parametrize("hosts", [(0, 0, 0, 0), (0, 0, 1, 1), (0, 1, 0, 2), (0, 1, 2, 3), (0, 0, 0, 1, 1, 2)])
+def test_every_coded_all_reduce_gives_what_its_steps_give_on_any_hosts(hosts: tuple[int, ...]) -> None:
+    ranks = len(hosts)
+    rows = [row for row in ALGORITHMS.values() if row.collective == "all-reduce"]
+    lines = [line for row in rows for line in row.lines(ranks)] + ["ring:parts=3"]
+    for line, codec in itertools.product(lines, ("int8", "int8@across")):
+        if codec.endswith("across") and not line.startswith("hierarchical") and len(set(hosts)) == 1:
+            continue
+        schedule = build(f"{line}{',' if ':' in line else ':'}codec={codec}", ranks=ranks, hosts=hosts)
+        expected = run_step_by_step(schedule, start(schedule))
+        assert all(values == expected[0] for values in expected)
+        programs = [project(schedule, rank, hosts if len(set(hosts)) > 1 else None) for rank in range(ranks)]
+        for seed in range(3):
+            assert run_programs(programs, start(schedule), random.Random(seed)) == expected, (line, codec, seed)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
@@ -124,7 +168,12 @@ def test_every_algorithm_gives_what_its_steps_give_in_any_order_of_turns(ranks: 
 def random_schedules(draw: st.DrawFn) -> Schedule:
     ranks, chunks = draw(st.integers(2, 4)), draw(st.integers(1, 3))
     transfer = st.builds(
-        Transfer, st.integers(0, ranks - 1), st.integers(0, ranks - 1), st.integers(0, chunks - 1), st.booleans()
+        Transfer,
+        st.integers(0, ranks - 1),
+        st.integers(0, ranks - 1),
+        st.integers(0, chunks - 1),
+        st.booleans(),
+        st.just(""),
     ).filter(lambda t: t.source != t.target)
     steps = draw(st.lists(st.lists(transfer, max_size=6), max_size=5))
     return Schedule("random", "none", ranks, chunks, steps)

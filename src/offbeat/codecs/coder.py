@@ -64,7 +64,7 @@ class PieceCoder(Coder):
         items = len(values)
         for start, end in pieces(items):
             part = values[start:end]
-            decoded = self._decoded[: end - start] if take or residual is not None else None
+            decoded = self._decoded[: end - start] if residual is not None else None
             if residual is None:
                 self._round(part, payload, start, items, decoded)
             else:
@@ -75,8 +75,8 @@ class PieceCoder(Coder):
                 rest.sub_(decoded)
                 if not finite:
                     torch.nan_to_num_(rest, 0.0, 0.0, 0.0)
-            if take and decoded is not None:
-                part.copy_(decoded)
+            if take:  # from the payload itself: zeros have a sign here, and none there
+                self._decode(payload, start, items, part)
 
     def decode(self, payload: Tensor, into: Tensor) -> None:
         for start, end in pieces(len(into)):

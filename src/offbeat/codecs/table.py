@@ -37,9 +37,10 @@ class CodecRow:
     """One codec that a user can name.
 
     `size_bytes(items, **options)` is the size of a payload. `coder` is the class, as `module:name`, so that the table
-    loads without torch; it is called with the options. `error` states in words how far a decoded number can be from
-    the encoded one, `not_finite` what becomes of NaN and Inf. A `biased` codec converges in general only with error
-    feedback; stochastic rounding takes the bias away.
+    loads without torch; it is called with the options. `vectors` are the lengths of what a payload consists of, where
+    payloads of different ranks can be added up; without it a per-tensor payload is gathered. `error` states in words
+    how far a decoded number can be from the encoded one, `not_finite` what becomes of NaN and Inf. A `biased` codec
+    converges in general only with error feedback; stochastic rounding takes the bias away.
     """
 
     name: str
@@ -52,11 +53,15 @@ class CodecRow:
     not_finite: str
     params: tuple[Param, ...] = ()
     examples: tuple[str, ...] = ()
+    vectors: Callable[..., tuple[int, ...]] | None = None  # (items, **options): what ranks can add up, in order
 
     def usage(self) -> str:
         """How it is written: `top-k:SHARE`."""
-        words = [one.name.upper() if one.required else f"[{one.name.upper()}]" for one in self.params]
-        return f"{self.name}:{','.join(words)}" if words else self.name
+        text, mark = self.name, ":"
+        for param in self.params:
+            text += f"{mark}{param.name.upper()}" if param.required else f"[{mark}{param.name.upper()}]"
+            mark = ","
+        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,10 @@ class Codec:
     def size_bytes(self, items: int) -> int:
         """The size of the payload of so many fp32 numbers."""
         return self.row.size_bytes(items, **self.options)
+
+    def vectors(self, items: int) -> tuple[int, ...] | None:
+        """The lengths of the fp32 vectors of a payload, where those of all ranks can be added up."""
+        return None if self.row.vectors is None else self.row.vectors(items, **self.options)
 
     def ratio(self, items: int) -> float:
         """How many times smaller the payload is than the numbers."""
@@ -227,6 +236,7 @@ CODECS: dict[str, CodecRow] = {
             not_finite="NaN and Inf are sent when their place is; until then they stay out of the residual",
             params=(_SHARE,),
             examples=("random-k:0.01",),
+            vectors=lambda items, share: (kept(items, share),),
         ),
         CodecRow(
             name="power-sgd",
@@ -241,6 +251,7 @@ CODECS: dict[str, CodecRow] = {
                 Param(name="rank", read=parse_count, positional=True, required=True, help="rank of the matrix, like 4"),
             ),
             examples=("power-sgd:4",),
+            vectors=factor_items,
         ),
     )
 }

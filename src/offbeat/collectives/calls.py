@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from offbeat.codecs import Codec
 from offbeat.collectives.sync import Patience
 from offbeat.errors import RequestError
 from offbeat.schedules import Schedule, Transfer, build, verify
@@ -82,7 +83,8 @@ class Call:
     Chunk c has `sizes[c]` items (bytes, where they are only moved). What this rank starts with in chunk c is
     `give[c]`, what it ends with goes to `take[c]`, which a reduction starts from; both flat. `take` also has the chunks
     that this rank only passes on. Where one flat tensor is both, cut as the schedule cuts, it is `whole`, and `place`
-    says where it is in shared memory (buffer, bytes), if so.
+    says where it is in shared memory (buffer, bytes), if so. Where the plan is coded, `codec` is what it is coded with,
+    `residual` what was not sent before, of the size of `whole`, and `seed` chooses random numbers.
     """
 
     plan: Plan
@@ -99,6 +101,9 @@ class Call:
     take: dict[int, Tensor] = field(default_factory=dict)
     since_ns: int = 0
     iteration: int = -1
+    codec: Codec | None = None
+    residual: Tensor | None = None
+    seed: int = 0
 
     def __str__(self) -> str:
         return describe(self.what, self.items)
@@ -140,8 +145,19 @@ def program_of(way: Plan, rank: int, hosts: tuple[int, ...] | None = None) -> Pr
 
 @cache
 def exposed_by(way: Plan, rank: int, hosts: tuple[int, ...] | None = None) -> tuple[int, ...]:
-    """The chunks that others of its host read from a rank."""
-    rows = way.schedule.steps.table
+    """The chunks that others of its host read from a rank, as they are."""
+    return _read_from(way, rank, hosts, coded=False)
+
+
+@cache
+def payloads_read_from(way: Plan, rank: int, hosts: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """The chunks of which others of its host read the payload from a rank."""
+    return _read_from(way, rank, hosts, coded=True) if way.schedule.steps.codecs else ()
+
+
+def _read_from(way: Plan, rank: int, hosts: tuple[int, ...] | None, *, coded: bool) -> tuple[int, ...]:
+    steps = way.schedule.steps
+    rows = steps.table[(steps.codec > 0) == coded] if steps.codecs else steps.table
     rows = rows[rows[:, 0] == rank]
     if hosts is not None:
         rows = rows[[hosts[target] == hosts[rank] for target in rows[:, 1].tolist()]]
@@ -149,12 +165,23 @@ def exposed_by(way: Plan, rank: int, hosts: tuple[int, ...] | None = None) -> tu
 
 
 @cache
-def plan(line: str, collective: str, ranks: int, root: int = 0, order: tuple[int, ...] | None = None) -> Plan:
-    """The plan of a line. Where an `order` is given, rank order[r] does what the schedule has rank r do."""
+def plan(
+    line: str,
+    collective: str,
+    ranks: int,
+    root: int = 0,
+    order: tuple[int, ...] | None = None,
+    hosts: tuple[int, ...] | None = None,
+) -> Plan:
+    """The plan of a line. Where an `order` is given, rank order[r] does what the schedule has rank r do.
+
+    `hosts[r]` is the host of rank r, for codecs that are used between hosts only.
+    """
     if collective == "barrier":
         return Plan(Schedule("direct", "barrier", ranks, 1, []))
     place = root if order is None else order.index(root)
-    schedule = build(line, ranks=ranks, collective=collective, root=place)
+    on = None if hosts is None else [hosts[rank] for rank in order or range(ranks)]
+    schedule = build(line, ranks=ranks, collective=collective, root=place, hosts=on)
     if order is not None:
         schedule = renumbered(schedule, order)
     verify(schedule)

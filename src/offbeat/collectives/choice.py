@@ -17,11 +17,13 @@ from statistics import median
 
 from offbeat import spec as grammar
 from offbeat import topology
+from offbeat.codecs import PER_TENSOR, Codec, split_place
 from offbeat.collectives.calls import Plan, plan
 from offbeat.collectives.links import SlowLink
 from offbeat.errors import RequestError
 from offbeat.number_format import format_rate, format_seconds, format_size
-from offbeat.schedules import Price, auto_lines, price
+from offbeat.schedules import Price, algorithms, auto_lines, price
+from offbeat.schedules.algorithms import gather_line, split_codec
 from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, family_of, with_shape
 
@@ -99,13 +101,13 @@ class Figures:
         return topology.Topology(name="measured", ranks=len(hosts), links=links)
 
 
-def check(line: str, ranks: int) -> str:
+def check(line: str, ranks: int, hosts: tuple[int, ...] | None = None) -> str:
     """A strategy that a process group can run, as it is written; `RequestError` otherwise, in one line."""
     family = family_of(line)
     if family != ALL_REDUCE and line not in (AUTO, NATIVE):
         raise RequestError(f"'{line}' is a {family} strategy; a process group needs an all-reduce strategy like ring")
     if line not in (AUTO, NATIVE):
-        plan(line, "all-reduce", ranks)
+        plan(line, "all-reduce", ranks, hosts=hosts or (0,) * ranks)
     return str(grammar.parse(line))
 
 
@@ -156,7 +158,9 @@ class Choice:
     ) -> None:
         self._hosts = tuple(hosts or (0,) * ranks)
         self._order = hosts_in_order(self._hosts) if "order" not in dict(grammar.parse(line).options) else None
-        self.line = check(with_shape(line, self._hosts), ranks)
+        self.line = check(with_shape(line, self._hosts), ranks, self._hosts)
+        self._bare, coded = split_codec(grammar.parse(self.line))
+        self.codec = split_place(coded)[0] if coded else None
         self.figures = figures
         self._ranks = ranks
         self._by_size: dict[int, list[tuple[float, str]]] = {}
@@ -165,12 +169,27 @@ class Choice:
         return self.line == AUTO and self.figures is None and 1 < self._ranks <= _MOST_PRICED
 
     def of(self, size_bytes: int) -> Plan:
-        """The plan for a vector of so many bytes."""
-        line = self.line
+        """The plan for a vector of so many bytes that is sent as it is."""
+        line = str(self._bare)
         if line == AUTO:
             ranked = self._ranked(size_bytes)
             line = ranked[0][1] if ranked else "direct"
         return plan(line, "all-reduce", self._ranks, order=self._order)
+
+    def coded(self) -> tuple[Codec, Plan] | None:
+        """The codec for large vectors of fp32, and how what it makes goes; nothing where none is used.
+
+        Of a codec per transfer it is the coded plan; otherwise the plan by which payloads are gathered, or added up.
+        """
+        if self.codec is None:
+            return None
+        if self.codec.kind == PER_TENSOR:
+            if self.codec.vectors(1) is not None:
+                return self.codec, self.of(0)
+            line = gather_line(self._bare, self.codec)
+            return self.codec, plan(line, "all-gather", self._ranks, order=self._order)
+        way = plan(self.line, "all-reduce", self._ranks, order=self._order, hosts=self._hosts)
+        return (self.codec, way) if way.schedule.steps.codecs else None  # all ranks may be on one host
 
     def why(self, size_bytes: int) -> str:
         """In words: what was chosen for this size, and what the others would have cost."""

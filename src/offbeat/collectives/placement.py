@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offbeat.collectives import memory
-from offbeat.collectives.executor import Place
+from offbeat.collectives.binding import Place
 from offbeat.collectives.transport import BUFFER, FORGET, SharedMemory
 
 SMALLEST_BYTES = 16 * 1024  # below, staging costs less than looking

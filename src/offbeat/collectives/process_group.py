@@ -41,6 +41,7 @@ from offbeat.collectives.calls import (
     shifted,
 )
 from offbeat.collectives.choice import Choice, Figures, NetworkFigures, line_of
+from offbeat.collectives.coded_calls import CodedCalls
 from offbeat.collectives.counters import Arrivals, Stats
 from offbeat.collectives.cuda import Gpus, first_tensor, or_nccl
 from offbeat.collectives.executor import Executor
@@ -49,11 +50,13 @@ from offbeat.collectives.messages import Messages
 from offbeat.collectives.options import Options
 from offbeat.collectives.overlap import CoalescedCalls, Job, PendingCall, Progress, at_exit
 from offbeat.collectives.placement import Placements
+from offbeat.collectives.residuals import Residuals
 from offbeat.collectives.sync import Patience
 from offbeat.collectives.transport import SharedMemory
 from offbeat.errors import PeerError, RequestError
 from offbeat.network.streams import streams_worth_it
 from offbeat.number_format import format_size
+from offbeat.schedules.coding import LEAST_BYTES
 from offbeat.strategy import NATIVE
 
 _ProcessGroup: Any = dist.ProcessGroup
@@ -94,6 +97,8 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         self._placements = Placements(transport, move=options.move and bool(transport.near or not transport.others))
         self._progress = Progress(f"offbeat rank {transport.rank}", transport.patience)
         self._messages: MessagePort = Messages(transport)
+        self.residuals = Residuals()
+        self._coded = CodedCalls(self._rank, self._ranks, self._executor)
         self._gpus = Gpus(store, transport)
         self._together: list[PendingCall] | None = None
         self._large: Plan | None = None  # of the last call across hosts that was large
@@ -439,12 +444,19 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         what = number_of("all_reduce", reduction, tensor.dtype)
         in_one_piece = tensor.is_contiguous()
         in_place = in_one_piece and factor is None and tensor.device.type == "cpu"
+        may_code = (
+            tensor.dtype == torch.float32 and reduction in ("sum", "mean") and factor is None
+            and tensor.nbytes > LEAST_BYTES and self._ranks > 1
+        )  # fmt: skip
         if not in_one_piece:
             flat_of(tensor, written=True)  # refused now, not when others wait for it
 
         def run(patience: Patience) -> None:
             if self._choice.needs_figures():
                 self._measure(patience)
+            if may_code and self._choice.coded() is not None:
+                self._coded_all_reduce(tensor, reduction, since, iteration, patience)
+                return
             place = self._placements.place(tensor, bucket=bucket) if in_place else None
             flats = [] if place and reduction != "mean" else [flat_of(tensor)]
             way = self._choice.of(items * tensor.itemsize)
@@ -456,6 +468,23 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
             self._run(call, flats, flats, factor, patience)
 
         return run
+
+    def _coded_all_reduce(self, tensor: Tensor, reduction: str, since: int, iteration: int, patience: Patience) -> None:
+        coded = self._choice.coded()
+        assert coded is not None
+        flat = flat_of(tensor, on_cpu=True)
+        flat.load()
+        call = Call(
+            plan=coded[1], dtype=tensor.dtype, what=number_of("all_reduce", reduction, tensor.dtype),
+            items=tensor.numel(), sizes=(), reduction=reduction, into=check_reduction(reduction, tensor.dtype),
+            since_ns=since, iteration=iteration,
+        )  # fmt: skip
+        self._coded.all_reduce(flat.tensor, *coded, self.residuals.of(tensor), call, patience)
+        if self._transport.hosts is not None:
+            self._large = coded[1]
+        if reduction == "mean":
+            mean_of(flat.tensor, self._ranks)
+        flat.back()
 
     def _sparse(self, tensors: list[Tensor], opts: Any, patience: Patience) -> None:
         """Indices and values of all ranks, put together; equal indices are added."""

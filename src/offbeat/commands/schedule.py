@@ -84,7 +84,8 @@ def _one(given: argparse.Namespace, machine: Topology) -> None:
         tell(f"pricing {len(schedule.steps.table):,} transfers on {machine.name}")
         cost = schedules.price(schedule, machine, given.size, given.item_size)
         rings = rings_of(machine) if grammar.parse(schedule.name).name == schedules.BASELINE else None
-    bound_s = schedules.lower_bound_s(machine, given.size) if given.collective == "all-reduce" else None
+    plain = given.collective == "all-reduce" and not schedule.steps.codecs  # the bound is of fp32 numbers
+    bound_s = schedules.lower_bound_s(machine, given.size) if plain else None
     if given.svg is not None:
         write_file(given.svg, schedules.svg(schedule))
 
@@ -118,14 +119,17 @@ def _facts(schedule: Schedule, cost: Price, size: int, bound_s: float | None) ->
         took += (
             f"; lower bound {format_seconds(bound_s)} (every link of every rank busy): {cost.seconds / bound_s:.2f}x"
         )
+    coded = schedule.steps.codecs
     found = [
-        ("proved", "every rank ends with the right data (contributions counted)"),
+        ("proved", f"every rank ends with the right data (contributions counted){', the same bits' if coded else ''}"),
         ("steps", str(cost.steps)),
         ("sent", sent),
         ("time", took),
         ("bottleneck", cost.why()),
     ]
-    if cost.seconds:
+    if coded:
+        found.append(("codec", f"{', '.join(coded)}; the time to encode and decode is not included"))
+    elif cost.seconds:
         # The chunks of an all-to-all are those of all ranks, so a rank's part is a P-th of them.
         part, text = (size / schedule.ranks, "size / P") if schedule.collective == "all-to-all" else (size, "size")
         bandwidth = bus_bandwidth(schedule.collective, schedule.ranks, part, cost.seconds)

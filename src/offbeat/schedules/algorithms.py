@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from offbeat import plugins
+from offbeat import codecs, plugins
 from offbeat import spec as grammar
 from offbeat.errors import RequestError, nearest, unknown
+from offbeat.schedules.coding import one_after_the_other, with_codec
 from offbeat.schedules.ir import Schedule, Steps
 from offbeat.schedules.phases import (
     Chunks,
@@ -627,15 +628,59 @@ def _check_bytes(row: Algorithm, schedule: Schedule) -> None:
             )
 
 
+_GATHERS = {"halving-doubling": "doubling"}  # by what all-gather an all-reduce gathers, where it has another name
+CODEC = Param(
+    name="codec",
+    read=codecs.split_place,
+    help="what is sent instead of fp32, like int8 or top-k:0.01; int8@across: between hosts only (docs/codecs.md)",
+)
+
+
+def params_of(row: Algorithm) -> tuple[Param, ...]:
+    """What a line of this row can say: every all-reduce takes a codec."""
+    return (*row.params, CODEC) if row.collective == "all-reduce" else row.params
+
+
+def split_codec(spec: grammar.Spec) -> tuple[grammar.Spec, str]:
+    """A line without its codec, and the codec's line, or nothing."""
+    options = tuple(option for option in spec.options if option[0] != CODEC.name)
+    return grammar.Spec(name=spec.name, args=spec.args, options=options), dict(spec.options).get(CODEC.name, "")
+
+
 def chunks_of(text: str, *, ranks: int, collective: str = "all-reduce") -> int:
     """Into how many chunks the schedule of a line cuts a vector; as for `build`, which see."""
     spec = grammar.parse(text)
     row = find(spec.name, collective)
-    options: dict[str, Any] = grammar.bind(spec, row.params)
+    options: dict[str, Any] = grammar.bind(spec, params_of(row))
+    coded = options.pop(CODEC.name, None)
     try:
+        if coded is not None and coded[0].kind == codecs.PER_TENSOR:
+            return _tensor_chunks(spec, coded[0], ranks)
         return row.chunks(ranks, **options)
     except RequestError as error:
         raise RequestError(f"'{spec}': {error}") from None
+
+
+def _tensor_chunks(spec: grammar.Spec, codec: codecs.Codec, ranks: int) -> int:
+    bare, _ = split_codec(spec)
+    vectors = codec.vectors(1)
+    if vectors is not None:
+        return len(vectors) * chunks_of(str(bare), ranks=ranks)
+    return chunks_of(gather_line(bare, codec), ranks=ranks, collective="all-gather")
+
+
+def gather_line(bare: grammar.Spec, codec: codecs.Codec) -> str:
+    """The all-gather by which the payloads of a per-tensor codec go where an all-reduce of this line is asked for."""
+    rows = algorithms("all-gather")
+    name = _GATHERS.get(bare.name, bare.name)
+    shaped = name in rows and bool(rows[name].params)
+    if name not in rows or bare.options or len(bare.args) > shaped:
+        fits = ", ".join(dict.fromkeys(row for row in (*_GATHERS, *rows) if row not in _GATHERS.values()))
+        raise RequestError(
+            f"{codec.name} gathers the payloads of all ranks, which '{bare}' does not do; use one of {fits}, "
+            "with no option but the codec"
+        )
+    return str(grammar.Spec(name=name, args=bare.args))
 
 
 def sends_to_all(text: str, collective: str = "all-reduce") -> bool:
@@ -650,10 +695,39 @@ def _from_root(ranks: Ranks, root: int, nodes: Shape | None) -> Ranks:
     return np.roll(ranks.reshape(nodes), (-(root // nodes[1]), -(root % nodes[1])), (0, 1)).ravel()
 
 
-def build(text: str, *, ranks: int, collective: str = "all-reduce", root: int = 0) -> Schedule:
+def _build_coded(
+    spec: grammar.Spec,
+    coded: tuple[codecs.Codec, bool],
+    shape: Shape | None,
+    ranks: int,
+    hosts: Sequence[int] | None,
+) -> Schedule:
+    codec, across = coded
+    bare, _ = split_codec(spec)
+    if codec.kind == codecs.PER_TENSOR:
+        vectors = codec.vectors(1)
+        if vectors is None:
+            plain = build(gather_line(bare, codec), ranks=ranks, collective="all-gather")
+        else:
+            plain = one_after_the_other(build(str(bare), ranks=ranks), len(vectors))
+        return with_codec(plain, str(spec), codec)
+    groups = None
+    if across:
+        groups = [rank // shape[1] for rank in range(ranks)] if shape is not None else hosts
+        if groups is None:
+            raise RequestError(
+                f"'{spec}': which ranks share a host is known only in a running group; write hierarchical:HOSTSxRANKS"
+            )
+    return with_codec(build(str(bare), ranks=ranks), str(spec), codec, groups)
+
+
+def build(
+    text: str, *, ranks: int, collective: str = "all-reduce", root: int = 0, hosts: Sequence[int] | None = None
+) -> Schedule:
     """The schedule that a line like `ring` or `torus:4x2` names, for so many ranks.
 
     A `RequestError` says which word is wrong, or which shapes would fit. `root` is for collectives that have one.
+    `hosts[r]` is the host of rank r, for a codec that is used between hosts only.
     """
     spec = grammar.parse(text)
     row = find(spec.name, collective)
@@ -661,12 +735,15 @@ def build(text: str, *, ranks: int, collective: str = "all-reduce", root: int = 
         raise RequestError(f"ranks must be 1 or more; got {ranks}")
     if root and collective not in ROOTED:
         raise RequestError(f"{collective} has no root; got root {root}")
-    options: dict[str, Any] = grammar.bind(spec, row.params)
+    options: dict[str, Any] = grammar.bind(spec, params_of(row))
     chunks = chunks_of(text, ranks=ranks, collective=collective)
+    coded = options.pop(CODEC.name, None)
     if ranks * chunks > MOST_PLACES:
         raise RequestError(
             f"'{spec}' on {ranks} ranks has {chunks} chunks: too large (ranks * chunks is at most {MOST_PLACES})"
         )
+    if coded is not None:
+        return _build_coded(spec, coded, options.get("shape") if row.by_host else None, ranks, hosts)
     order = _from_root(np.arange(ranks, dtype=np.int32), root, options.get("shape") if row.by_host else None)
     steps = Steps(row.phase(order, np.arange(chunks, dtype=np.int32), **options))
     return Schedule(str(spec), collective, ranks, chunks, steps, root)

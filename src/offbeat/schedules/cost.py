@@ -4,6 +4,7 @@ The model. A step begins when the one before it has ended everywhere. The transf
 one pair of ranks are one message; it takes the latency of its route, plus the time in which the busiest
 link of that route carries all that the step puts on it. A step takes as long as its slowest message.
 Links are shared within a step, and each direction of a cable is a link of its own. An empty message costs its latency.
+A coded transfer carries the bytes of its payload; the time to encode and decode is not in a price.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import numpy.typing as npt
 
 from offbeat.errors import RequestError
 from offbeat.number_format import format_rate, format_seconds, format_size
-from offbeat.schedules.ir import Schedule, chunk_sizes
+from offbeat.schedules.coding import carried_bytes
+from offbeat.schedules.ir import Schedule
 from offbeat.spec import MOST
 from offbeat.topology import Link, Topology, edge_name
 
@@ -59,7 +61,7 @@ class Price:
 
 
 def price(schedule: Schedule, topology: Topology, size_bytes: int, item_bytes: int = 1) -> Price:
-    """The cost of `schedule` on `topology` for a vector of `size_bytes` in items of `item_bytes`."""
+    """The cost of `schedule` on `topology` for a vector of `size_bytes` in items of `item_bytes` (coded ones: of 4)."""
     if schedule.ranks != topology.ranks:
         raise RequestError(
             f"'{schedule.name}' has {schedule.ranks} ranks, topology '{topology.name}' has {topology.ranks}"
@@ -70,7 +72,7 @@ def price(schedule: Schedule, topology: Topology, size_bytes: int, item_bytes: i
         )
     if size_bytes * schedule.ranks > MOST:
         raise RequestError(f"a size of {size_bytes} bytes on {schedule.ranks} ranks is too large to be counted exactly")
-    lengths = np.array(chunk_sizes(size_bytes // item_bytes, schedule.chunks)) * item_bytes
+    lengths = np.stack(carried_bytes(schedule, size_bytes, item_bytes))
     by_step = list(_pairs_by_step(schedule))
     pairs = np.unique(
         np.concatenate(
@@ -88,7 +90,8 @@ def price(schedule: Schedule, topology: Topology, size_bytes: int, item_bytes: i
         if step == 0 or pair is not by_step[step - 1]:
             which = np.searchsorted(pairs, pair)
             present = np.bincount(which, minlength=len(pairs)) > 0
-        carried = lengths[schedule.steps.rows(step)[:, 2]]
+        codec = schedule.steps.codec_rows(step) if schedule.steps.codecs else 0
+        carried = lengths[codec, schedule.steps.rows(step)[:, 2]]
         messages = np.bincount(which, weights=carried, minlength=len(pairs))  # exact: whole numbers below 2**53
         on_link = np.bincount(ways.link, weights=messages[ways.pair], minlength=len(ways.names))
         busy = on_link / ways.bytes_per_s

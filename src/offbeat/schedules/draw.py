@@ -62,6 +62,10 @@ class _Picture:
         kinds = set(schedule.steps.table[:, 3].tolist())
         legend = ["solid: added"] * (1 in kinds) + ["dashed: overwritten"] * (0 in kinds)
         legend += ["number: contributions so far"] * self.numbers
+        if schedule.steps.codecs:
+            raw = not schedule.steps.codec.all()
+            legend.append(f"{'thin: ' if raw else ''}sent as {', '.join(schedule.steps.codecs)}")
+            legend += ["thick: sent as it is"] * raw
         self._label(_LEFT, self.height - 12, "  ·  ".join(legend), size=11, colour=_FAINT)
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:g}" height="{self.height:g}" '
@@ -97,16 +101,17 @@ class _Picture:
 
     def _arrows(self, step: int) -> None:
         top, bottom = self._y(step) + _STRIP + 2, self._y(step + 1) - 2
-        for source, target, chunk, reduce in self.schedule.steps[step]:
+        for source, target, chunk, reduce, codec in self.schedule.steps[step]:
             start = self._x(source, chunk) + self.cell / 2
             end = self._x(target, chunk) + self.cell / 2
             bend = (bottom - top) * 0.45
             dash = "" if reduce else ' stroke-dasharray="5 3"'
+            width = 1.6 if codec or not self.schedule.steps.codecs else 3.2  # what is sent as it is weighs more
             tip = min(4.0, self.cell / 2)
             colour = colour_of(chunk)
             self.marks.append(
                 f'<path d="M{start:g} {top:g}C{start:g} {top + bend:g} {end:g} {bottom - bend:g} '
-                f'{end:g} {bottom - 5:g}" fill="none" stroke="{colour}" stroke-width="1.6"{dash}/>'
+                f'{end:g} {bottom - 5:g}" fill="none" stroke="{colour}" stroke-width="{width}"{dash}/>'
                 f'<path d="M{end - tip:g} {bottom - 6:g}h{2 * tip:g}l{-tip:g} 6z" fill="{colour}"/>'
             )
 

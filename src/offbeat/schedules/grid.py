@@ -3,6 +3,7 @@
     step  rank 0   rank 1
        1  +c1 <1   +c0 <0       rank 0 adds chunk 1 that comes from rank 1
        2  =c0 <1   =c1 <0       rank 0 overwrites its chunk 0 with rank 1's
+       3  +c1 <1 int8           rank 0 decodes chunk 1 that comes from rank 1 as int8, and adds it
 
 What does not fit is cut with a line that says so; a marked place is always inside.
 """
@@ -61,19 +62,22 @@ def _cut(what: str, shown: range, total: int) -> list[str]:
 
 
 def _cells(schedule: Schedule, step: int, ranks: range) -> list[str]:
-    arrivals: dict[int, dict[tuple[int, bool], list[int]]] = {rank: {} for rank in ranks}
-    for source, target, chunk, reduce in schedule.steps.rows(step).tolist():
+    arrivals: dict[int, dict[tuple[int, bool, str], list[int]]] = {rank: {} for rank in ranks}
+    for source, target, chunk, reduce, codec in schedule.steps[step]:
         if target in arrivals:
-            arrivals[target].setdefault((source, bool(reduce)), []).append(chunk)
+            arrivals[target].setdefault((source, reduce, codec), []).append(chunk)
     return [_cell(arrivals[rank]) for rank in ranks]
 
 
-def _cell(arrivals: dict[tuple[int, bool], list[int]]) -> str:
+def _cell(arrivals: dict[tuple[int, bool, str], list[int]]) -> str:
     """Sources that send the same chunks in the same way share a word: `+c0 <1,2,3`."""
-    alike: dict[tuple[bool, tuple[int, ...]], list[int]] = {}
-    for (source, reduce), chunks in arrivals.items():
-        alike.setdefault((reduce, tuple(chunks)), []).append(source)
-    words = [f"{'+' if reduce else '='}c{_ranges(c)} <{_ranges(s)}" for (reduce, c), s in alike.items()]
+    alike: dict[tuple[bool, str, tuple[int, ...]], list[int]] = {}
+    for (source, reduce, codec), chunks in arrivals.items():
+        alike.setdefault((reduce, codec, tuple(chunks)), []).append(source)
+    words = [
+        f"{'+' if reduce else '='}c{_ranges(c)} <{_ranges(s)}{f' {codec}' if codec else ''}"
+        for (reduce, codec, c), s in alike.items()
+    ]
     if len(words) > 3:
         words = [*words[:2], f"and {len(words) - 2} more"]
     return " ".join(words) or "."

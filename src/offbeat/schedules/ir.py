@@ -2,10 +2,12 @@
 
     0>1 c3 +        rank 0 sends its chunk 3 to rank 1, who adds it to its own
     0>1 c3 =        ... who overwrites its own with it
+    0>1 c3 + int8   ... it is sent by the codec int8: encoded by rank 0, decoded by rank 1 and added
 
 Laws. All reads of a step happen before its writes. Several additions to one place in one step are
 allowed and are made in the order in which they are listed. Chunk c of L items is items
-[c*L//C, (c+1)*L//C). All transfers of one step between one pair of ranks are one message.
+[c*L//C, (c+1)*L//C). All transfers of one step between one pair of ranks are one message. A chunk that overwrites
+is encoded once: its owner takes the decoded value too, and whoever passes it on passes on the same payload.
 `Schedule.parse(schedule.text()) == schedule`.
 
 A schedule on 1,024 ranks has two million transfers, so they are kept as one table of integers, a row a
@@ -25,6 +27,7 @@ from typing import NamedTuple, overload
 import numpy as np
 import numpy.typing as npt
 
+from offbeat import codecs
 from offbeat.errors import RequestError
 
 Table = npt.NDArray[np.int32]  # one row a transfer: source, target, chunk, reduce
@@ -45,44 +48,64 @@ class Transfer(NamedTuple):
     target: int
     chunk: int
     reduce: bool
+    codec: str = ""  # the line of a codec; none for numbers as they are
 
     def __str__(self) -> str:
-        return f"{self.source}>{self.target} c{self.chunk} {'+' if self.reduce else '='}"
+        coded = f" {self.codec}" if self.codec else ""
+        return f"{self.source}>{self.target} c{self.chunk} {'+' if self.reduce else '='}{coded}"
 
     @classmethod
     def parse(cls, text: str) -> Transfer:
-        match = re.fullmatch(r"\s*(\d+)>(\d+)\s+c(\d+)\s+([+=])\s*", text, re.ASCII)
+        match = re.fullmatch(r"\s*(\d+)>(\d+)\s+c(\d+)\s+([+=])(?:\s+(\S+))?\s*", text, re.ASCII)
         if match is None:
             raise RequestError(
                 "expected a transfer like '0>1 c3 +' (rank 0 sends chunk 3 to rank 1, which adds it to "
                 f"its own) or '0>1 c3 =' (which overwrites its own); got '{text.strip()}'"
             )
-        source, target, chunk, sign = match.groups()
-        return cls(int(source), int(target), int(chunk), sign == "+")
+        source, target, chunk, sign, codec = match.groups()
+        return cls(int(source), int(target), int(chunk), sign == "+", str(codecs.parse(codec)) if codec else "")
 
 
 class Steps(Sequence[tuple[Transfer, ...]]):
-    """The steps of a schedule, over a table of transfers; step i is rows bounds[i] to bounds[i+1]."""
+    """The steps of a schedule, over a table of transfers; step i is rows bounds[i] to bounds[i+1].
 
-    __slots__ = ("bounds", "table")
+    `codec[row]` is 0 for a transfer of numbers as they are, and else a number of `codecs`, counted from 1.
+    """
 
-    def __init__(self, tables: Iterable[Table]) -> None:
+    __slots__ = ("bounds", "codec", "codecs", "table")
+
+    def __init__(
+        self, tables: Iterable[Table], codec: npt.NDArray[np.int8] | None = None, codecs: Sequence[str] = ()
+    ) -> None:
         parts = list(tables)
         self.table: Table = np.concatenate([np.empty((0, 4), np.int32), *parts])
         self.bounds = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
         self.table.flags.writeable = False
         self.bounds.flags.writeable = False
+        self.codecs = tuple(codecs)
+        self.codec = np.zeros(len(self.table) if codecs else 0, np.int8) if codec is None else codec
+        self.codec.flags.writeable = False
 
     @classmethod
     def of(cls, steps: Iterable[Iterable[Transfer]]) -> Steps:
         """From transfers written out one by one."""
-        tables = []
+        tables, used, codec = [], dict[str, int](), list[int]()
         for step in steps:
-            rows = [tuple(transfer) for transfer in step]
+            transfers = [Transfer(*transfer) for transfer in step]
+            rows = [transfer[:4] for transfer in transfers]
             if any(abs(number) > _MOST for row in rows for number in row):
                 raise RequestError(f"ranks and chunks are numbers up to {_MOST}")
             tables.append(np.array(rows, np.int32).reshape(-1, 4))
-        return cls(tables)
+            codec += [used.setdefault(one.codec, len(used) + 1) if one.codec else 0 for one in transfers]
+        return cls(tables, np.array(codec, np.int8) if used else None, tuple(used))
+
+    def with_codec(self, codec: npt.NDArray[np.int8], codecs: Sequence[str]) -> Steps:
+        """The same transfers, coded so."""
+        return Steps((self.rows(step) for step in range(len(self))), codec, codecs)
+
+    def codec_rows(self, step: int) -> npt.NDArray[np.int8]:
+        """The numbers of the codecs of one step; none where nothing is coded."""
+        return self.codec[self.bounds[step] : self.bounds[step + 1]]
 
     def rows(self, step: int) -> Table:
         """The table of one step."""
@@ -100,16 +123,23 @@ class Steps(Sequence[tuple[Transfer, ...]]):
             return [self[i] for i in range(*which.indices(len(self)))]
         if not -len(self) <= which < len(self):
             raise IndexError(f"step {which} of {len(self)}")
-        rows = self.rows(which % len(self)).tolist()
-        return tuple(Transfer(source, target, chunk, bool(reduce)) for source, target, chunk, reduce in rows)
+        step = which % len(self)
+        rows = self.rows(step).tolist()
+        coded = self.codec_rows(step).tolist() or [0] * len(rows)
+        lines = ("", *self.codecs)
+        return tuple(
+            Transfer(source, target, chunk, bool(reduce), lines[codec])
+            for (source, target, chunk, reduce), codec in zip(rows, coded, strict=True)
+        )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Steps):
             return NotImplemented
-        return np.array_equal(self.bounds, other.bounds) and np.array_equal(self.table, other.table)
+        same = np.array_equal(self.bounds, other.bounds) and np.array_equal(self.table, other.table)
+        return same and self.codecs == other.codecs and np.array_equal(self.codec, other.codec)
 
     def __hash__(self) -> int:
-        return hash((self.bounds.tobytes(), self.table.tobytes()))
+        return hash((self.bounds.tobytes(), self.table.tobytes(), self.codecs, self.codec.tobytes()))
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -204,8 +234,8 @@ def renumbered(schedule: Schedule, order: Sequence[int]) -> Schedule:
     new = np.asarray(order, np.int32)
     table[:, :2] = new[table[:, :2]]
     table[:, 2] = _renumbered_chunks(schedule, new)[table[:, 2]]
-    bounds = schedule.steps.bounds
-    steps = Steps(table[start:end] for start, end in pairwise(bounds.tolist()))
+    old = schedule.steps
+    steps = Steps((table[start:end] for start, end in pairwise(old.bounds.tolist())), old.codec, old.codecs)
     return Schedule(
         schedule.name, schedule.collective, schedule.ranks, schedule.chunks, steps, int(order[schedule.root])
     )

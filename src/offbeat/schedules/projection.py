@@ -16,6 +16,16 @@ Across hosts the source sends, and the target receives, in the same order:
                            into scratch, as with Read)
     Sent(2, 4)             until my first 4 chunks to rank 2 have left this memory
 
+Where transfers are coded, payloads go in the place of chunks:
+
+    Encode(5, False)       encode my chunk 5, and keep what is not sent (True: and take what others will decode)
+    Read(2, 5, True, None, True)   decode rank 2's payload of chunk 5 and add it to mine; likewise Put, Send, Receive
+    Read(2, 5, False, None, True)  take over rank 2's payload of chunk 5, and decode it
+
+A chunk is encoded as soon as it has its last value before it is sent. The payload belongs to the chunk: who may read
+it, and when it may be written, is the same for both. What others of this host read before anything was written here is
+encoded before mark 0 (`Program.first`).
+
 A rank tells the others how far it is by one number that only grows. Mark 0 of a run: my chunks may be read. Mark
 2s+1: my reads of step s are done. Mark 2s+2: so are its writes. Nothing else is exchanged, so all that keeps
 readers and writers apart is in the waits:
@@ -34,9 +44,10 @@ step are still under way. The order of the sends stays.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple
 
 from offbeat.schedules.ir import Schedule
@@ -54,12 +65,14 @@ class Read(NamedTuple):
     chunk: int
     reduce: bool
     scratch: int | None = None
+    coded: bool = False
 
 
 class Put(NamedTuple):
     scratch: int
     chunk: int
     reduce: bool
+    coded: bool = False
 
 
 class Mark(NamedTuple):
@@ -69,6 +82,7 @@ class Mark(NamedTuple):
 class Send(NamedTuple):
     peer: int
     chunk: int
+    coded: bool = False
 
 
 class Receive(NamedTuple):
@@ -78,6 +92,12 @@ class Receive(NamedTuple):
     chunk: int
     reduce: bool
     scratch: int | None = None
+    coded: bool = False
+
+
+class Encode(NamedTuple):
+    chunk: int
+    take: bool
 
 
 class Sent(NamedTuple):
@@ -85,15 +105,16 @@ class Sent(NamedTuple):
     sends: int
 
 
-Instruction = Wait | Read | Put | Mark | Send | Receive | Sent
+Instruction = Wait | Read | Put | Mark | Send | Receive | Sent | Encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """One rank's part of a schedule.
 
-    `exposed` are the chunks that others of its host read from this rank, `written` those that it writes. `marks` is
-    how far apart the marks of two runs are, the same on all ranks.
+    `exposed` are the chunks that others of its host read from this rank as they are, `written` those that it writes.
+    `marks` is how far apart the marks of two runs are, the same on all ranks. `first` are the chunks that it encodes
+    before anything else, and `coded` says whether it encodes or decodes anything.
     """
 
     rank: int
@@ -101,17 +122,35 @@ class Program:
     exposed: tuple[int, ...]
     written: tuple[int, ...]
     marks: int
+    first: tuple[Encode, ...] = ()
+    coded: bool = False
 
 
 def project(schedule: Schedule, rank: int, hosts: Sequence[int] | None = None) -> Program:
     """The part of one rank. `hosts[r]` is the host of rank r; without it all are on one."""
     on = hosts or [0] * schedule.ranks
-    steps = [schedule.steps.rows(step).tolist() for step in range(len(schedule.steps))]
+    coding = bool(schedule.steps.codecs)
+    steps = [
+        [
+            (*row, codec)
+            for row, codec in zip(
+                schedule.steps.rows(step).tolist(),
+                schedule.steps.codec_rows(step).tolist() if coding else repeat(0),
+                strict=coding,
+            )
+        ]
+        for step in range(len(schedule.steps))
+    ]
     readers: dict[int, list[tuple[int, int]]] = defaultdict(list)  # of my chunk: (step, who), on my host
+    plain: set[int] = set()  # chunks of mine that are read as they are
     for step, rows in enumerate(steps):
-        for source, target, chunk, _ in rows:
+        for source, target, chunk, _, codec in rows:
             if source == rank and on[target] == on[rank]:
                 readers[chunk].append((step, target))
+                if not codec:
+                    plain.add(chunk)
+    encodes = _encodes(steps, rank) if coding else {}
+    first = tuple(encode for (step, chunk), encode in encodes.items() if step < 0 and chunk in readers)
     written: dict[tuple[int, int], int] = {}  # (rank, chunk) -> the last step so far that wrote it
     seen: dict[int, int] = defaultdict(int)  # peer -> the mark that has been waited for
     sends: dict[int, int] = defaultdict(int)  # peer -> how many so far
@@ -134,44 +173,85 @@ def project(schedule: Schedule, rank: int, hosts: Sequence[int] | None = None) -
                 program.append(Sent(peer, number))
 
     for step, rows in enumerate(steps):
-        mine = [(source, chunk, bool(reduce)) for source, target, chunk, reduce in rows if target == rank]
+        mine = [
+            (source, chunk, bool(reduce), bool(codec))
+            for source, target, chunk, reduce, codec in rows
+            if target == rank
+        ]
         if hosts is not None:  # what is here is read before what must come is waited for
-            coming = {chunk for source, chunk, _ in mine if on[source] != on[rank]}
+            coming = {chunk for source, chunk, *_ in mine if on[source] != on[rank]}
             mine.sort(key=lambda transfer: transfer[1] in coming)  # what is added to one chunk stays in order
-        busy = {chunk for source, _, chunk, _ in rows if source == rank}
+        busy = {chunk for source, _, chunk, *_ in rows if source == rank}
+        left = Counter(chunk for _, chunk, *_ in mine)  # writes to it that are still to come in this step
         held: list[Put] = []
-        for source, target, chunk, _ in rows:
+
+        def encode(chunk: int, step: int = step, left: Counter[int] = left) -> None:
+            left[chunk] -= 1
+            if not left[chunk] and (step, chunk) in encodes:
+                program.append(encodes[step, chunk])
+
+        for source, target, chunk, _, codec in rows:
             if source == rank and on[target] != on[rank]:
+                if (-1, chunk) in encodes and chunk not in readers and chunk not in last_send:
+                    program.append(encodes[-1, chunk])
                 sends[target] += 1
                 last_send[chunk][target] = sends[target]
-                program.append(Send(target, chunk))
-        for source, chunk, reduce in mine:
+                program.append(Send(target, chunk, bool(codec)))
+        for source, chunk, reduce, coded in mine:
             take = Read if on[source] == on[rank] else Receive
             if take is Read and (source, chunk) in written:
                 wait(source, 2 * written[source, chunk] + 2)
             if chunk in busy:
-                program.append(take(source, chunk, reduce, len(held)))
-                held.append(Put(len(held), chunk, reduce))
+                program.append(take(source, chunk, reduce, len(held), coded))
+                held.append(Put(len(held), chunk, reduce, coded))
             else:
                 wait_for_readers(chunk, step)
-                program.append(take(source, chunk, reduce))
+                program.append(take(source, chunk, reduce, None, coded))
+                encode(chunk)
         if held:
             program.append(Mark(2 * step + 1))
             for put in held:
                 wait_for_readers(put.chunk, step)
                 program.append(put)
+                encode(put.chunk)
         if mine:
             program.append(Mark(2 * step + 2))
-        written.update({(target, chunk): step for _, target, chunk, _ in rows})
+        written.update({(target, chunk): step for _, target, chunk, *_ in rows})
     for chunk in sorted({*readers, *last_send}):
         wait_for_readers(chunk, len(steps))
     return Program(
         rank=rank,
         instructions=tuple(_with_early_sends(program)),
-        exposed=tuple(sorted(readers)),
+        exposed=tuple(sorted(plain)),
         written=tuple(sorted(chunk for target, chunk in written if target == rank)),
         marks=2 * len(steps) + 1,
+        first=first,
+        coded=coding,
     )
+
+
+def _encodes(steps: Sequence[Sequence[tuple[int, ...]]], rank: int) -> dict[tuple[int, int], Encode]:
+    """What a rank encodes: (the step whose writes come before it, -1 for none, and the chunk) -> how.
+
+    A payload that was taken over, or that was made for a copy, is passed on as it is.
+    """
+    found: dict[tuple[int, int], Encode] = {}
+    last: dict[int, int] = defaultdict(lambda: -1)  # of my chunk: the last step that wrote it
+    ready: set[int] = set()  # chunks whose payload is what they hold
+    for step, rows in enumerate(steps):
+        for source, _, chunk, reduce, codec in rows:
+            if source == rank and codec and chunk not in ready:
+                found.setdefault((last[chunk], chunk), Encode(chunk, not reduce))
+                if not reduce:
+                    ready.add(chunk)
+        for _, target, chunk, reduce, codec in rows:
+            if target == rank:
+                last[chunk] = step
+                if codec and not reduce:
+                    ready.add(chunk)
+                else:
+                    ready.discard(chunk)
+    return found
 
 
 def _with_early_sends(program: Sequence[Instruction]) -> Iterator[Instruction]:
@@ -200,6 +280,6 @@ def _with_early_sends(program: Sequence[Instruction]) -> Iterator[Instruction]:
 
 def _chunk_written(now: Instruction) -> int | None:
     """The chunk of mine that an instruction writes to."""
-    if isinstance(now, Put):
+    if isinstance(now, Put | Encode):
         return now.chunk
     return now.chunk if isinstance(now, Read | Receive) and now.scratch is None else None

@@ -7,7 +7,8 @@ once, wherever it is: no collective needs one, not even in a place that does not
 
 Chunks never meet each other, so each is proved by itself, and there are two ways. Where no value of a chunk is added
 twice, every sum is a tree and its leaves are all different: their number is enough to know that all ranks are in it.
-That takes a few integers a transfer (`_in_trees`). The chunks that are left, because a value is legally used again or
+That takes a few integers a transfer (`_in_trees`). Where transfers are coded, it is also proved that all ranks end with
+the same bits (`_check_bits`). The chunks that are left, because a value is legally used again or
 because something is wrong, are counted out rank by rank, in blocks, so that memory stays bounded.
 """
 
@@ -19,6 +20,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from offbeat import codecs
+from offbeat.codecs import PER_TRANSFER
 from offbeat.errors import RequestError, ScheduleError, unknown
 from offbeat.schedules.grid import Highlight, grid
 from offbeat.schedules.ir import Schedule, Table, Transfer
@@ -77,6 +80,8 @@ def verify(schedule: Schedule) -> None:
         for step, rows in _rows_by_step(schedule, chunks):
             _apply(schedule, step, rows, np.searchsorted(chunks, rows[:, 2]), counts)
         _check_promise(schedule, chunks, counts)
+    if any(codecs.parse(line).kind == PER_TRANSFER for line in schedule.steps.codecs):
+        _check_bits(schedule, left)
 
 
 def progress(schedule: Schedule) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]]:
@@ -183,6 +188,52 @@ def _kept(schedule: Schedule, held: npt.NDArray[np.int32], leaves: npt.NDArray[n
         right = np.where(due == schedule.ranks, leaves[ends] == schedule.ranks, (due == 1) & (ends == own))
         kept[chunks] = (right | ~holders).all(axis=0)
     return kept
+
+
+# --- bits ----------------------------------------------------------------------------------------------------------
+
+
+def _check_bits(schedule: Schedule, reused: npt.NDArray[np.int64]) -> None:
+    """All ranks end with the same bits: of each chunk they hold one and the same decoded payload, or one sum.
+
+    Values are numbered as by `_in_trees`. A coded copy of a value makes a new one, unless the value is a payload that
+    was decoded from this codec: then the payload is passed on. Its sender takes the new value too, before anybody
+    reads it in that step. A value that is added twice (a chunk in `reused`) would be rounded differently each time.
+    """
+    if schedule.collective != "all-reduce":
+        raise RequestError(f"schedule '{schedule.name}': only an all-reduce can be coded per transfer")
+    steps, chunks = schedule.steps, schedule.chunks
+    places = schedule.ranks * chunks
+    held, payload = np.arange(places), np.zeros(places, np.int8)  # the value, and the codec that it was decoded from
+    values = places
+    for step in range(len(steps)):
+        source, target, chunk, reduce = steps.rows(step).T.astype(np.int64)
+        codec = steps.codec_rows(step)
+        origin, into, copies = source * chunks + chunk, target * chunks + chunk, reduce == 0
+        fresh = copies & (codec > 0) & (payload[origin] != codec)
+        encoded, first = np.unique(origin[fresh], return_index=True)
+        held[encoded] = values + np.arange(len(encoded))
+        payload[encoded] = codec[fresh][first]
+        values += len(encoded)
+        read = held[origin]
+        held[into[copies]], payload[into[copies]] = read[copies], codec[copies]
+        sums = np.unique(into[~copies])
+        held[sums] = values + np.arange(len(sums))
+        payload[sums] = 0
+        values += len(sums)
+    ends = held.reshape(schedule.ranks, chunks)
+    wrong = ends != ends[0]
+    wrong[0, reused] = True
+    if wrong.any():
+        chunk_at, rank = (int(i) for i in np.argwhere(wrong.T)[0])
+        what = (
+            "is added twice" if chunk_at in reused else "is encoded more than once, or passed on before it is encoded"
+        )
+        raise _error(
+            schedule,
+            Highlight(len(steps), rank, f"c{chunk_at}: other bits"),
+            f"chunk {chunk_at} {what}, so ranks would end with different bits",
+        )
 
 
 # --- by counting ---------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -24,7 +24,7 @@ from offbeat import spec as grammar
 from offbeat.errors import RequestError, nearest
 from offbeat.policies import create
 from offbeat.processes.slowness import parse as parse_slowness
-from offbeat.schedules import algorithms
+from offbeat.schedules.algorithms import chunks_of
 from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, SERVER, family_of, strategies, with_shape
 from offbeat.train.fields import LARGEST, Field, FieldError, Options, Section, fields_of, shown
@@ -283,10 +283,9 @@ def _check_parallel(config: Config) -> None:
             raise FieldError(key, f"a pipeline {why}")
     spec = grammar.parse(config.sync)
     if spec.name not in (AUTO, NATIVE):
-        options = grammar.bind(spec, strategies()[spec.name].params)
         for ranks in {layout.stages, config.processes} - {0, 1}:  # they have groups of their own
             try:
-                _check_ranks(spec, options, ranks)
+                chunks_of(str(spec), ranks=ranks)
             except RequestError as error:
                 raise FieldError("sync", str(error)) from None
 
@@ -294,14 +293,6 @@ def _check_parallel(config: Config) -> None:
 def shares_of(split: str) -> tuple[int, ...]:
     """The shares of a split like 3:1; none for `equal` and `auto`."""
     return tuple(int(share) for share in split.split(":")) if _SHARES.fullmatch(split) else ()
-
-
-def _check_ranks(spec: grammar.Spec, options: dict[str, Any], ranks: int) -> None:
-    """What `schedules.build` refuses, without building: the steps of many ranks take gigabytes."""
-    try:
-        algorithms()[spec.name].chunks(ranks, **options)
-    except RequestError as error:
-        raise RequestError(f"'{spec}': {error}") from None
 
 
 def _load_plugins(config: Config) -> None:
@@ -321,11 +312,11 @@ def _check_strategy(config: Config) -> None:
         family = family_of(line)
         # The shape of `hierarchical` is that of the hosts, if it is given none: then no number of learners is wrong.
         spec = grammar.parse(with_shape(line, (0,) * (learners or 1)))
-        options = grammar.bind(spec, strategies()[spec.name].params)
+        grammar.bind(spec, strategies()[spec.name].params)
         if learners and family == SERVER:
             create(line, expect=learners)
         elif learners and spec.name not in (AUTO, NATIVE):
-            _check_ranks(spec, options, learners)
+            chunks_of(str(spec), ranks=learners)  # what cannot be built, without building: it may take gigabytes
     except RequestError as error:
         raise FieldError("sync", str(error)) from None
     if family == ALL_REDUCE:

@@ -1,0 +1,119 @@
+"""All-reduces of large fp32 tensors by a codec.
+
+A per-transfer codec is in the plan, and the executor encodes and decodes. A per-tensor codec encodes here, and what it
+made is gathered or added up by plain calls. Either way all ranks end with the same bits, and each keeps what it rounded
+away for its next call with the same tensor (`residuals`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from offbeat.codecs import PER_TRANSFER, Codec
+from offbeat.codecs.coder import Coder
+from offbeat.codecs.low_rank import PowerSgd, orthogonalise
+from offbeat.codecs.table import factor_items, matrix_shape
+from offbeat.collectives.calls import Call, Plan, Runner, check_reduction, cut, number_of
+from offbeat.collectives.residuals import Kept
+from offbeat.collectives.sync import Patience
+
+_SEEDS = 2**31 - 1
+
+
+class CodedCalls:
+    """Of one group. `rank` of so many `ranks`; `runner` runs plain and coded calls."""
+
+    def __init__(self, rank: int, ranks: int, runner: Runner) -> None:
+        self._rank, self._ranks, self._runner = rank, ranks, runner
+        self._coders: dict[str, Coder] = {}
+        self._payload = self._gathered = torch.empty(0, dtype=torch.uint8)
+
+    def all_reduce(self, flat: Tensor, codec: Codec, way: Plan, kept: Kept, call: Call, patience: Patience) -> None:
+        """The sum of a flat tensor on the CPU, in its place; `call` is what it would be without a codec.
+
+        `way` is the coded plan of a per-transfer codec, and otherwise how payloads are gathered, or added up.
+        """
+        call.plan, call.sizes, call.whole, call.place = way, cut(call.items, way.schedule.chunks), flat, None
+        if codec.kind == PER_TRANSFER:
+            call.codec, call.seed = codec, (kept.calls * self._ranks + self._rank) % _SEEDS
+            call.residual = kept.values() if codec.biased else None
+            self._runner.run(call, patience)
+        else:
+            coder = self._coder(codec)
+            coder.seed(kept.calls % _SEEDS)
+            if isinstance(coder, PowerSgd):
+                self._factors(coder, flat, way, kept, call, patience)
+            elif codec.vectors(1) is not None:
+                self._values(coder, codec, flat, way, kept, call, patience)
+            else:
+                self._gather(coder, codec, flat, way, kept, call, patience)
+        kept.calls += 1
+
+    def _coder(self, codec: Codec) -> Coder:
+        if codec.line not in self._coders:
+            self._coders[codec.line] = codec.coder()
+        return self._coders[codec.line]
+
+    def _gather(
+        self, coder: Coder, codec: Codec, flat: Tensor, way: Plan, kept: Kept, call: Call, patience: Patience
+    ) -> None:
+        """Everybody's payload to everybody, who add them up in the order of ranks."""
+        size = codec.size_bytes(len(flat))
+        each = -(-size // 64) * 64
+        if len(self._gathered) < each * self._ranks:
+            self._gathered = torch.empty(each * self._ranks, dtype=torch.uint8)
+        parts = {rank: self._gathered[rank * each : rank * each + size] for rank in range(self._ranks)}
+        coder.encode(flat, parts[self._rank], kept.values())
+        self._runner.run(
+            Call(
+                plan=way, dtype=torch.uint8, what=number_of("all_gather", "", torch.uint8), items=size * self._ranks,
+                sizes=(size,) * self._ranks, give={self._rank: parts[self._rank]}, take=dict(parts),
+                since_ns=call.since_ns, iteration=call.iteration,
+            ),
+            patience,
+        )  # fmt: skip
+        flat.zero_()
+        for part in parts.values():
+            coder.add(part, flat)
+
+    def _values(
+        self, coder: Coder, codec: Codec, flat: Tensor, way: Plan, kept: Kept, call: Call, patience: Patience
+    ) -> None:
+        """Payloads that can be added up."""
+        size = codec.size_bytes(len(flat))
+        if len(self._payload) < size:
+            self._payload = torch.empty(size, dtype=torch.uint8)
+        payload = self._payload[:size]
+        coder.encode(flat, payload, kept.values())
+        self._add_up(payload.view(torch.float32), way, call, patience)
+        coder.decode(payload, flat)
+
+    def _factors(self, coder: PowerSgd, flat: Tensor, way: Plan, kept: Kept, call: Call, patience: Patience) -> None:
+        items = len(flat)
+        rows, columns = matrix_shape(items)
+        width = factor_items(items, coder.rank)[1] // columns
+        if kept.start is None:
+            kept.start = coder.warm(items).clone()
+        left, right = torch.empty(rows, width), torch.empty(columns, width)
+        matrix = coder.matrix(flat, kept.values())
+        torch.mm(matrix, kept.start, out=left)
+        self._add_up(left.view(-1), way, call, patience)
+        orthogonalise(left)
+        torch.mm(matrix.t(), left, out=right)
+        coder.subtract(left, right, kept.values())
+        self._add_up(right.view(-1), way, call, patience)
+        if bool(right.isfinite().all()) and bool(right.any()):
+            kept.start = right
+        flat.copy_(coder.product(left, right, items))
+
+    def _add_up(self, values: Tensor, way: Plan, call: Call, patience: Patience) -> None:
+        self._runner.run(
+            Call(
+                plan=way, dtype=torch.float32, what=number_of("all_reduce", "sum", torch.float32), items=len(values),
+                sizes=cut(len(values), way.schedule.chunks), reduction="sum",
+                into=check_reduction("sum", torch.float32), whole=values, since_ns=call.since_ns,
+                iteration=call.iteration,
+            ),
+            patience,
+        )  # fmt: skip

@@ -1,0 +1,105 @@
+"""What this rank has not sent yet of each tensor that it reduces again and again (error feedback).
+
+A tensor is known by its memory: the buckets of DDP stay where they are, or are moved with their storage. What is kept
+for a tensor that is gone is forgotten, and counted. The order in which tensors were first seen is the same on all ranks
+and in a run that goes on, so a checkpoint has them by that order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from offbeat.errors import RequestError
+
+_MANY = 64  # tensors after which those that are gone are looked for
+
+
+@dataclass(slots=True)
+class Kept:
+    """Of one tensor: what was not sent, how many calls it was in, and what a low-rank codec starts from."""
+
+    items: int
+    calls: int = 0
+    residual: Tensor | None = None
+    start: Tensor | None = None
+
+    def values(self) -> Tensor:
+        """The residual, which begins with zeros."""
+        if self.residual is None:
+            self.residual = torch.zeros(self.items)
+        return self.residual
+
+
+class Residuals:
+    """By tensor; see the module's text."""
+
+    def __init__(self) -> None:
+        self.lost = 0  # tensors that were gone with something that was not sent
+        self._kept: dict[tuple[int, int, int], tuple[StorageWeakRef, Kept]] = {}
+        self._given: list[Kept] = []  # from a checkpoint, for the tensors to come
+
+    def of(self, tensor: Tensor) -> Kept:
+        """What is kept for a tensor."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata, int(tensor.storage_offset()), tensor.numel()
+        known = self._kept.get(key)
+        if known is None or known[0].expired():  # type: ignore[no-untyped-call] # torch's
+            self._sweep()
+            known = StorageWeakRef(storage), self._next(tensor.numel())  # type: ignore[no-untyped-call] # torch's
+            self._kept[key] = known
+        return known[1]
+
+    def _next(self, items: int) -> Kept:
+        if not self._given:
+            return Kept(items)
+        kept = self._given.pop(0)
+        if kept.items != items:
+            raise RequestError(
+                f"the checkpoint has a residual of {kept.items} items where this run reduces a tensor of {items}; "
+                "resume with the same model and the same torch"
+            )
+        return kept
+
+    def _sweep(self) -> None:
+        if len(self._kept) >= _MANY:
+            for key in [key for key, (weak, _) in self._kept.items() if weak.expired()]:  # type: ignore[no-untyped-call] # torch's
+                _, gone = self._kept.pop(key)
+                self.lost += gone.residual is not None
+
+    def clear(self) -> None:
+        """Forget everything: what follows is the first call of each tensor."""
+        self._kept.clear()
+        self._given.clear()
+
+    def state(self) -> dict[str, Tensor]:
+        """For a checkpoint: by the order in which tensors were first seen."""
+        found: dict[str, Tensor] = {}
+        for number, (_, kept) in enumerate(self._kept.values()):
+            found[f"{number}.calls"] = torch.tensor([kept.items, kept.calls])
+            if kept.residual is not None:
+                found[f"{number}.residual"] = kept.residual
+            if kept.start is not None:
+                found[f"{number}.start"] = kept.start
+        return found
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """From a checkpoint, for the tensors to come."""
+        self.clear()
+        number = 0
+        while f"{number}.calls" in state:
+            items, calls = (int(count) for count in state[f"{number}.calls"])
+            residual, start = state.get(f"{number}.residual"), state.get(f"{number}.start")
+            self._given.append(
+                Kept(
+                    items,
+                    calls,
+                    None if residual is None else residual.clone(),
+                    None if start is None else start.clone(),
+                )
+            )
+            number += 1
