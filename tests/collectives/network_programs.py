@@ -173,6 +173,29 @@ def sums(rank: int, ranks: int) -> None:
     print(f"all {len(lines_for(ranks))} lines are right")
 
 
+def coded(rank: int, ranks: int) -> None:
+    """Coded all-reduces: the same bits on all ranks, nothing lost, the bytes of the price."""
+    from collectives.coded_programs import check_coded
+
+    group = group_of(None)
+    hosts = group.stats().hosts
+    lines = ["ring", "ring:parts=3", "direct", "halving-doubling", "tree", "double-tree:4"]
+    wanted = [
+        f"{line}{',' if ':' in line else ':'}codec={codec}" for line in lines for codec in ("int8", "bf16@across")
+    ]
+    wanted += ["ring:codec=int4", "direct:codec=fp16@across", "ring:codec=1-bit", "direct:codec=top-k:0.01"]
+    wanted += ["ring:codec=random-k:0.1", "ring:codec=power-sgd:2"]
+    if ranks == 2 * hosts.count(0) and len(set(hosts)) == 2:
+        wanted += [f"hierarchical:2x{hosts.count(0)}{form},codec=int8@across" for form in ("", ",leader", ",parts=4")]
+    for line in wanted:
+        found = check_coded(group, rank, ranks, line, 2, hosts)
+        told = torch.tensor([int(digest[:12], 16) for digest in found])
+        everybodys = [torch.empty_like(told) for _ in range(ranks)]
+        dist.all_gather(everybodys, told)
+        assert all(torch.equal(one, told) for one in everybodys), f"{line}: the bits differ between ranks"
+    print(f"all {len(wanted)} coded lines are right")
+
+
 @cache
 def plain_sum(ranks: int, items: int, dtype: torch.dtype) -> torch.Tensor:
     total = sum((values(peer, items, dtype).double() for peer in range(ranks)), torch.zeros(items).double())
@@ -403,7 +426,7 @@ def main() -> None:
     except OffbeatError as error:
         print(error)
         return
-    right = (sums, all_sums, interface, collectives, every_collective, messages, slow_link)
+    right = (sums, all_sums, coded, interface, collectives, every_collective, messages, slow_link)
     whole = {one.__name__: one for one in right}
     broken = {one.__name__: one for one in (reduce_for_ever, other_call, broken_messages)}
     for each in name.split(","):

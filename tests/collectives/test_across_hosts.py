@@ -72,6 +72,13 @@ def test_every_line_gives_the_plain_sum_and_the_same_bits_on_all_ranks(start_lab
     assert "neither encrypted nor authenticated" in printed[0] and "encrypted" not in printed[1] + printed[2]
 
 
+@pytest.mark.parametrize("ranks", [[1, 1, 1], [2, 2], [2, 1]])
+def test_coded_all_reduces_end_with_the_same_bits_across_hosts(start_lab: StartLab, ranks: list[int]) -> None:
+    lab = start_lab(hosts=len(ranks))
+    for text in finish(start(lab, ranks, "coded", PYTHONPATH=str(PROGRAMS.parents[1]))):
+        assert "coded lines are right" in text
+
+
 def test_every_collective_is_right_wherever_the_ranks_are(start_lab: StartLab) -> None:
     lab = start_lab(hosts=2)
     for text in finish(start(lab, [2, 2], "every_collective", by_turns=True)):
