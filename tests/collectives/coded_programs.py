@@ -46,7 +46,7 @@ def check_coded(group: OffbeatGroup, rank: int, ranks: int, line: str, steps: in
         for peer in range(ranks):
             given += gradient(peer, step).double()
     kept = group.residuals.of(mine).residual
-    residual = torch.zeros(ITEMS).double() if kept is None else kept.double()
+    residual = torch.zeros(ITEMS).double() if kept is None else kept[:ITEMS].double()
     group.use("direct")
     dist.all_reduce(residual)
     if codec.biased:

@@ -61,9 +61,9 @@ class _Blocks(PieceCoder):
         largest, inverse = self._largest[:many], self._inverse[:many]
         torch.abs(blocks, out=numbers)
         torch.amax(numbers, dim=1, out=largest)
-        torch.div(largest, self.levels, out=scales)
+        torch.mul(largest, 1.0 / self.levels, out=scales)
         torch.reciprocal(largest, out=inverse)
-        inverse.mul_(self.levels)
+        inverse.mul_(float(self.levels))
         ordinary = float(largest.min()) >= SMALLEST and float(largest.max()) <= LARGEST
         if not ordinary:  # NaN is neither
             small = largest < SMALLEST

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offbeat.codecs.table import BLOCK
 
-PIECE = 256 * BLOCK  # items that are worked on while they are in the cache
+PIECE = 1024 * BLOCK  # items that are worked on while they are in the cache
 
 
 class Coder(ABC):

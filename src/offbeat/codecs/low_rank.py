@@ -1,10 +1,11 @@
 """power-sgd: a tensor as a matrix, sent as two thin factors (Vogels, Karimireddy, Jaggi 2019).
 
-    P = M Q, added up over all ranks and made orthogonal;  Q = M^T P, added up;  decoded: P Q^T
+    P = Q M^T, added up over all ranks and made orthogonal;  Q = P M, added up;  decoded: P^T Q
 
-Q is kept for the next time (the warm start), so that one step of the power iteration is enough. A flat tensor, as
-DDP's buckets are, is seen as a matrix that is nearly square (`matrix_shape`), with zeros after its end: that mixes
-layers, so a rank here approximates less well than one of each layer's own matrix.
+The factors are `rank` rows each: so a product with the matrix reads it once, in the order in which it lies. Q is kept
+for the next time (the warm start), so that one step of the power iteration is enough. A flat tensor, as DDP's buckets
+are, is seen as a matrix that is nearly square (`matrix_shape`), with zeros after its end: that mixes layers, so a rank
+here approximates less well than one of each layer's own matrix.
 """
 
 from __future__ import annotations
@@ -19,104 +20,109 @@ _START = 7  # the seed of the first Q, on all ranks alike
 
 
 class PowerSgd(Coder):
-    """Alone it encodes for itself; `left`, `right` and `product` are the steps between which ranks add up."""
+    """Alone it encodes for itself; `left`, `right`, `subtract` and `product` are the steps between which ranks add up."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._matrix = torch.empty(0)
-        self._warm: dict[int, Tensor] = {}  # by items: Q of the last time
+        self._start: dict[int, Tensor] = {}  # by items: Q of the last time
 
     def encode(self, values: Tensor, payload: Tensor, residual: Tensor | None = None, *, take: bool = False) -> None:
         items = len(values)
         if not items:
             return
-        matrix = self.matrix(values, residual)
-        rows, columns = matrix_shape(items)
-        first, _ = factor_items(items, self.rank)
-        both = payload.view(torch.float32)
-        left, right = both[:first].view(rows, -1), both[first:].view(columns, -1)
-        torch.mm(matrix, self.warm(items), out=left)
-        orthogonalise(left)
-        torch.mm(matrix.t(), left, out=right)
-        self.keep(items, right)
+        padded = self._scratch(items)
+        padded[:items].copy_(values)
+        padded[items:] = 0.0
         if residual is not None:
-            self.subtract(left, right, residual)
+            padded[:items].add_(residual)
+        first, second = self._factors(payload, items)
+        first.copy_(orthogonalise(self.left(padded, self._start.get(items, self.start(items)))))
+        second.copy_(self.right(padded, first))
+        self._start[items] = next_start(second, self._start.get(items, self.start(items)))
+        if residual is not None:
+            self.subtract(padded, first, second, items)
+            residual.copy_(padded[:items])
         if take:
             self.decode(payload, values)
 
     def decode(self, payload: Tensor, into: Tensor) -> None:
-        into.zero_()
-        self.add(payload, into)
+        if len(into):
+            self.product(*self._factors(payload, len(into)), into)
 
     def add(self, payload: Tensor, into: Tensor) -> None:
-        items = len(into)
-        if items:
-            first, _ = factor_items(items, self.rank)
-            rows, columns = matrix_shape(items)
-            both = payload.view(torch.float32)
-            into.add_(self.product(both[:first].view(rows, -1), both[first:].view(columns, -1), items))
+        made = self._scratch(len(into))[: len(into)]
+        self.decode(payload, made)
+        into.add_(made)
+
+    def _factors(self, payload: Tensor, items: int) -> tuple[Tensor, Tensor]:
+        rows, columns = matrix_shape(items)
+        first, _ = factor_items(items, self.rank)
+        both = payload.view(torch.float32)
+        return both[:first].view(-1, rows), both[first:].view(-1, columns)
+
+    def _scratch(self, items: int) -> Tensor:
+        if len(self._matrix) < padded_items(items):
+            self._matrix = torch.empty(padded_items(items))
+        return self._matrix[: padded_items(items)]
 
     # --- the steps ----------------------------------------------------------------------------------------------------
 
-    def matrix(self, values: Tensor, residual: Tensor | None) -> Tensor:
-        """values + residual as a matrix with zeros at its end; the sum is also left in the residual."""
-        rows, columns = matrix_shape(len(values))
-        if self._matrix.numel() < rows * columns:
-            self._matrix = torch.empty(rows * columns)
-        flat = self._matrix[: rows * columns]
-        flat[len(values) :] = 0.0
-        inside = flat[: len(values)]
-        if residual is None:
-            inside.copy_(values)
-        else:
-            torch.add(values, residual, out=residual)
-            inside.copy_(residual)
-        return flat.view(rows, columns)
+    def start(self, items: int) -> Tensor:
+        """The first Q: random, and the same on all ranks."""
+        _, columns = matrix_shape(items)
+        width = factor_items(items, self.rank)[1] // columns
+        return orthogonalise(torch.randn(width, columns, generator=torch.Generator().manual_seed(_START)))
 
-    def warm(self, items: int) -> Tensor:
-        """Q of the last time; the first time the same random one on all ranks."""
-        if items not in self._warm:
-            _, columns = matrix_shape(items)
-            width = factor_items(items, self.rank)[1] // columns
-            start = torch.randn(columns, width, generator=torch.Generator().manual_seed(_START))
-            self._warm[items] = orthogonalise(start)
-        return self._warm[items]
+    def left(self, padded: Tensor, start: Tensor) -> Tensor:
+        """Q M^T; `padded` is the matrix, as a flat tensor."""
+        return torch.mm(start, padded.view(-1, start.shape[1]).t())
 
-    def keep(self, items: int, right: Tensor) -> None:
-        """For the next time; not what is not finite, or nearly nothing."""
-        if is_finite(right) and float(right.abs().max()) > 0:
-            self._warm[items] = right.clone()
+    def right(self, padded: Tensor, left: Tensor) -> Tensor:
+        """P M."""
+        return torch.mm(left, padded.view(left.shape[1], -1))
 
-    def product(self, left: Tensor, right: Tensor, items: int) -> Tensor:
-        """P Q^T as a flat tensor, in scratch memory."""
-        rows, columns = len(left), len(right)
-        if self._matrix.numel() < rows * columns:
-            self._matrix = torch.empty(rows * columns)
-        flat = self._matrix[: rows * columns]
-        torch.mm(left, right.t(), out=flat.view(rows, columns))
-        return flat[:items]
+    def subtract(self, padded: Tensor, left: Tensor, right: Tensor, items: int) -> None:
+        """What is left of the matrix after its own factors; what is not finite does not stay."""
+        padded.view(left.shape[1], -1).addmm_(left.t(), right, alpha=-1)
+        padded[items:] = 0.0
+        if not is_finite(padded):
+            torch.nan_to_num_(padded, 0.0, 0.0, 0.0)
 
-    def subtract(self, left: Tensor, right: Tensor, residual: Tensor) -> None:
-        residual.sub_(self.product(left, right, len(residual)))
-        if not is_finite(residual):
-            torch.nan_to_num_(residual, 0.0, 0.0, 0.0)
+    def product(self, left: Tensor, right: Tensor, into: Tensor) -> None:
+        """P^T Q, as a flat tensor without the zeros at the end."""
+        columns = right.shape[1]
+        whole = len(into) // columns
+        torch.mm(left[:, :whole].t(), right, out=into[: whole * columns].view(whole, columns))
+        if len(into) > whole * columns:
+            into[whole * columns :] = (left[:, whole] @ right)[: len(into) - whole * columns]
 
 
-def orthogonalise(columns: Tensor) -> Tensor:
-    """In place, column by column (Gram-Schmidt, twice for accuracy); a column of zeros stays one."""
-    scale = columns.abs().max()
+def padded_items(items: int) -> int:
+    """How many items the matrix of so many has."""
+    rows, columns = matrix_shape(items)
+    return rows * columns
+
+
+def next_start(right: Tensor, before: Tensor) -> Tensor:
+    """What the next time starts from: not what is not finite, or nothing at all."""
+    return right.clone() if is_finite(right) and bool(right.any()) else before
+
+
+def orthogonalise(rows: Tensor) -> Tensor:
+    """In place, row by row (Gram-Schmidt, twice for accuracy); a row of zeros stays one."""
+    scale = rows.abs().max()
     if scale > 0 and scale.isfinite():
-        columns.div_(scale)
-    for at in range(columns.shape[1]):
-        column = columns[:, at]
-        before = columns[:, :at]
-        size = column.norm()
+        rows.div_(scale)
+    for at in range(len(rows)):
+        row, before = rows[at], rows[:at]
+        size = row.norm()
         for _ in range(2):
             if at:
-                column.sub_(before @ (before.t() @ column))
-        norm = column.norm()
+                row.sub_(before.t() @ (before @ row))
+        norm = row.norm()
         if norm > 1e-6 * size:  # else it was in the span of those before it: rounding noise is not a direction
-            column.div_(norm)
+            row.div_(norm)
         elif not norm.isnan():
-            column.zero_()
-    return columns
+            row.zero_()
+    return rows

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from offbeat.codecs import PER_TRANSFER, Codec
 from offbeat.codecs.coder import Coder
-from offbeat.codecs.low_rank import PowerSgd, orthogonalise
-from offbeat.codecs.table import factor_items, matrix_shape
+from offbeat.codecs.low_rank import PowerSgd, next_start, orthogonalise, padded_items
 from offbeat.collectives.calls import Call, Plan, Runner, check_reduction, cut, number_of
 from offbeat.collectives.residuals import Kept
 from offbeat.collectives.sync import Patience
@@ -91,21 +90,17 @@ class CodedCalls:
 
     def _factors(self, coder: PowerSgd, flat: Tensor, way: Plan, kept: Kept, call: Call, patience: Patience) -> None:
         items = len(flat)
-        rows, columns = matrix_shape(items)
-        width = factor_items(items, coder.rank)[1] // columns
-        if kept.start is None:
-            kept.start = coder.warm(items).clone()
-        left, right = torch.empty(rows, width), torch.empty(columns, width)
-        matrix = coder.matrix(flat, kept.values())
-        torch.mm(matrix, kept.start, out=left)
+        start = coder.start(items) if kept.start is None else kept.start
+        matrix = kept.values(padded_items(items))
+        matrix[:items].add_(flat)
+        left = coder.left(matrix, start)
         self._add_up(left.view(-1), way, call, patience)
         orthogonalise(left)
-        torch.mm(matrix.t(), left, out=right)
-        coder.subtract(left, right, kept.values())
+        right = coder.right(matrix, left)
+        coder.subtract(matrix, left, right, items)
         self._add_up(right.view(-1), way, call, patience)
-        if bool(right.isfinite().all()) and bool(right.any()):
-            kept.start = right
-        flat.copy_(coder.product(left, right, items))
+        kept.start = next_start(right, start)
+        coder.product(left, right, flat)
 
     def _add_up(self, values: Tensor, way: Plan, call: Call, patience: Patience) -> None:
         self._runner.run(

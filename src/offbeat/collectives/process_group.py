@@ -207,6 +207,12 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
             raise RequestError(f"'{NATIVE}' cannot be chosen later: pass it when the group is created")
         self._choice = Choice(strategy, self._ranks, self._choice.figures, self._transport.hosts)
 
+    @property
+    def coded_line(self) -> str:
+        """The codec of large all-reduces of fp32; nothing where they are sent as they are."""
+        coded = self._choice.coded()
+        return "" if coded is None else coded[0].line
+
     def why(self, size_bytes: int) -> str:
         """Why an all-reduce of this size goes the way it goes. With `auto`, all ranks must ask."""
         if self._choice.needs_figures():

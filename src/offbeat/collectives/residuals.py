@@ -28,10 +28,10 @@ class Kept:
     residual: Tensor | None = None
     start: Tensor | None = None
 
-    def values(self) -> Tensor:
-        """The residual, which begins with zeros."""
+    def values(self, items: int | None = None) -> Tensor:
+        """The residual, which begins with zeros; of so many items, where a codec needs more than the tensor has."""
         if self.residual is None:
-            self.residual = torch.zeros(self.items)
+            self.residual = torch.zeros(self.items if items is None else items)
         return self.residual
 
 
