@@ -30,6 +30,10 @@ class Coder(ABC):
     def seed(self, number: int) -> None:  # noqa: B027 - most codecs use no chance
         """Use the random numbers of this number: the same number, the same payload."""
 
+    def residual_items(self, items: int) -> int:
+        """How long the residual of so many items is best; the items alone are always enough."""
+        return items
+
     @abstractmethod
     def encode(self, values: Tensor, payload: Tensor, residual: Tensor | None = None, *, take: bool = False) -> None:
         """Into the payload. With `take`, `values` become what is decoded from it."""

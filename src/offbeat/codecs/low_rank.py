@@ -20,29 +20,37 @@ _START = 7  # the seed of the first Q, on all ranks alike
 
 
 class PowerSgd(Coder):
-    """Alone it encodes for itself; `left`, `right`, `subtract` and `product` are the steps between which ranks add up."""
+    """Alone it encodes for itself; `left`, `right`, `subtract` and `product` are the steps in which ranks add up."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._matrix = torch.empty(0)
         self._start: dict[int, Tensor] = {}  # by items: Q of the last time
 
+    def residual_items(self, items: int) -> int:
+        return padded_items(items)
+
     def encode(self, values: Tensor, payload: Tensor, residual: Tensor | None = None, *, take: bool = False) -> None:
         items = len(values)
         if not items:
             return
-        padded = self._scratch(items)
-        padded[:items].copy_(values)
-        padded[items:] = 0.0
-        if residual is not None:
-            padded[:items].add_(residual)
+        if residual is not None and len(residual) == self.residual_items(items):  # it is the matrix itself
+            padded = residual
+            padded[:items].add_(values)
+        else:
+            padded = self._scratch(items)
+            padded[:items].copy_(values)
+            padded[items:] = 0.0
+            if residual is not None:
+                padded[:items].add_(residual[:items])
         first, second = self._factors(payload, items)
         first.copy_(orthogonalise(self.left(padded, self._start.get(items, self.start(items)))))
         second.copy_(self.right(padded, first))
         self._start[items] = next_start(second, self._start.get(items, self.start(items)))
         if residual is not None:
             self.subtract(padded, first, second, items)
-            residual.copy_(padded[:items])
+            if residual is not padded:
+                residual[:items].copy_(padded[:items])
         if take:
             self.decode(payload, values)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offbeat import plugins
 from offbeat import spec as grammar
@@ -30,6 +30,8 @@ BLOCK = 256  # items that share a scale
 SIGN_BLOCK = 2048  # the same for signs
 ITEM_BYTES = 4  # of the fp32 numbers that are coded
 ACROSS = "across"  # `codec=int8@across`: between hosts only
+AUTO = "auto"  # `codec=auto`: what is fastest of these, or nothing
+AUTO_LINES = ("bf16", "int8", "top-k:0.01", "power-sgd:4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,6 +271,31 @@ def parse(line: str) -> Codec:
     return Codec(row, grammar.bind(spec, row.params), str(spec))
 
 
+class CodecOption(NamedTuple):
+    """What a strategy's `codec=` says: one codec, or several of which a running group takes what is fastest."""
+
+    codecs: tuple[Codec, ...]
+    across: bool = False  # between hosts only
+    auto: bool = False
+
+    def only(self) -> Codec:
+        """The one codec; a `RequestError` where it is chosen later."""
+        if self.auto:
+            raise RequestError(
+                f"codec={AUTO} is resolved only in a running process group; name a codec, like {AUTO_LINES[0]}"
+            )
+        return self.codecs[0]
+
+
+def read_option(text: str) -> CodecOption:
+    """`int8`, `int8@across`, `auto`, or `auto:bf16+int8` to choose from these only."""
+    name, _, lines = text.partition(":")
+    if name == AUTO:
+        return CodecOption(tuple(parse(line) for line in (lines.split("+") if lines else AUTO_LINES)), auto=True)
+    codec, across = split_place(text)
+    return CodecOption((codec,), across)
+
+
 def split_place(text: str) -> tuple[Codec, bool]:
     """`int8@across` is int8, and True: only between hosts."""
     line, at, place = text.partition("@")
@@ -321,6 +348,36 @@ def gain(ratio: float, codec_bytes_per_s: float, link_bytes_per_s: float) -> flo
 def least_speed(ratio: float, link_bytes_per_s: float) -> float:
     """What a codec must do, in bytes of fp32 a second, to gain on a link: B / (1 - 1/r)."""
     return link_bytes_per_s / (1 - 1 / ratio) if ratio > 1 else math.inf
+
+
+class Figures(NamedTuple):
+    """A codec in an all-reduce: how much less is sent, and how fast it codes, in bytes of plain fp32 that are sent."""
+
+    ratio: float
+    bytes_per_s: float
+
+    @property
+    def break_even(self) -> float:
+        """The bandwidth above which it loses, in bytes a second."""
+        return most_bandwidth(self.ratio, self.bytes_per_s)
+
+
+def coding_s(codec: Codec, ranks: int, encode_s: float, decode_s: float) -> float:
+    """What a rank spends on coding in an all-reduce, from the seconds to encode and to decode the whole tensor.
+
+    A ring encodes every chunk once and decodes all but its own twice; what is gathered is decoded for every rank.
+    """
+    if codec.kind == PER_TRANSFER:
+        return encode_s + 2 * (ranks - 1) / ranks * decode_s
+    return encode_s + (1 if codec.row.vectors is not None else ranks) * decode_s
+
+
+def all_reduce_figures(codec: Codec, ranks: int, items: int, encode_s: float, decode_s: float) -> Figures:
+    """Of a tensor of so many items in an all-reduce that sends the fewest bytes."""
+    plain = 2 * (ranks - 1) / ranks * ITEM_BYTES * items
+    gathers = codec.kind == PER_TENSOR and codec.row.vectors is None
+    sent = codec.size_bytes(items) * ((ranks - 1) if gathers else 2 * (ranks - 1) / ranks)
+    return Figures(plain / max(1.0, sent), plain / coding_s(codec, ranks, encode_s, decode_s))
 
 
 def most_bandwidth(ratio: float, codec_bytes_per_s: float) -> float:

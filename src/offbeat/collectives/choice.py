@@ -17,13 +17,15 @@ from statistics import median
 
 from offbeat import spec as grammar
 from offbeat import topology
-from offbeat.codecs import PER_TENSOR, Codec, split_place
+from offbeat.codecs import PER_TENSOR, Codec, CodecOption, coding_s, read_option
+from offbeat.codecs.table import ACROSS
 from offbeat.collectives.calls import Plan, plan
 from offbeat.collectives.links import SlowLink
 from offbeat.errors import RequestError
 from offbeat.number_format import format_rate, format_seconds, format_size
 from offbeat.schedules import Price, algorithms, auto_lines, price
 from offbeat.schedules.algorithms import gather_line, split_codec
+from offbeat.schedules.coding import LEAST_BYTES
 from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, family_of, with_shape
 
@@ -31,6 +33,7 @@ HIERARCHICAL = "hierarchical"
 _MEETING = 0.06  # for each further host: direct on 4 hosts took 12 % longer than ring, which sends as much
 _SLOW = 0.6  # of what is usual: a link below that is named, and may own nothing
 _PARTS = 4  # of the pieces of a ring across hosts,
+_CODED_PARTS = 8  # and of one that is coded,
 _LEAST_PART_BYTES = 64 * 1024  # of at least this: smaller ones cost more than they hide
 _MOST_PRICED = 64  # ranks; more would take seconds, and one host has fewer
 
@@ -107,8 +110,33 @@ def check(line: str, ranks: int, hosts: tuple[int, ...] | None = None) -> str:
     if family != ALL_REDUCE and line not in (AUTO, NATIVE):
         raise RequestError(f"'{line}' is a {family} strategy; a process group needs an all-reduce strategy like ring")
     if line not in (AUTO, NATIVE):
-        plan(line, "all-reduce", ranks, hosts=hosts or (0,) * ranks)
+        for one in _lines_of(grammar.parse(line)):
+            plan(one, "all-reduce", ranks, hosts=hosts or (0,) * ranks)
     return str(grammar.parse(line))
+
+
+def _lines_of(spec: grammar.Spec) -> list[str]:
+    """The lines that `codec=auto` can become; otherwise the line itself."""
+    bare, coded = split_codec(spec)
+    option = read_option(coded) if coded else None
+    if option is None or not option.auto:
+        return [str(spec)]
+    return [str(bare), *(_with_codec(bare, codec.line) for codec in option.codecs if _can_take(bare, codec))]
+
+
+def _with_codec(bare: grammar.Spec, codec: str) -> str:
+    return str(grammar.Spec(name=bare.name, args=bare.args, options=(*bare.options, ("codec", codec))))
+
+
+def _can_take(bare: grammar.Spec, codec: Codec) -> bool:
+    """Whether a line has a schedule for this codec; `auto` leaves out those for which it has none."""
+    if codec.kind != PER_TENSOR or codec.vectors(1) is not None:
+        return True
+    try:
+        gather_line(bare, codec)
+    except RequestError:
+        return False
+    return True
 
 
 def hosts_in_order(hosts: Sequence[int]) -> tuple[int, ...] | None:
@@ -160,13 +188,29 @@ class Choice:
         self._order = hosts_in_order(self._hosts) if "order" not in dict(grammar.parse(line).options) else None
         self.line = check(with_shape(line, self._hosts), ranks, self._hosts)
         self._bare, coded = split_codec(grammar.parse(self.line))
-        self.codec = split_place(coded)[0] if coded else None
+        self._option: CodecOption | None = read_option(coded) if coded else None
+        self.speeds: dict[str, tuple[float, float]] = {}  # by codec: seconds to encode and to decode an item, here
+        self._by_codec: dict[int, list[tuple[float, str]]] = {}
         self.figures = figures
         self._ranks = ranks
         self._by_size: dict[int, list[tuple[float, str]]] = {}
 
     def needs_figures(self) -> bool:
-        return self.line == AUTO and self.figures is None and 1 < self._ranks <= _MOST_PRICED
+        return (self.line == AUTO or self.candidates != ()) and self.figures is None and 1 < self._ranks <= _MOST_PRICED
+
+    @property
+    def is_coded(self) -> bool:
+        return self._option is not None
+
+    def needs_speeds(self) -> bool:
+        return bool(self.candidates) and not self.speeds
+
+    @property
+    def candidates(self) -> tuple[Codec, ...]:
+        """The codecs among which `codec=auto` chooses; none where nothing is chosen, or all ranks share memory."""
+        if self._option is None or not self._option.auto or len(set(self._hosts)) == 1:
+            return ()
+        return tuple(codec for codec in self._option.codecs if _can_take(self._bare, codec))
 
     def of(self, size_bytes: int) -> Plan:
         """The plan for a vector of so many bytes that is sent as it is."""
@@ -176,23 +220,59 @@ class Choice:
             line = ranked[0][1] if ranked else "direct"
         return plan(line, "all-reduce", self._ranks, order=self._order)
 
-    def coded(self) -> tuple[Codec, Plan] | None:
-        """The codec for large vectors of fp32, and how what it makes goes; nothing where none is used.
+    def coded(self, size_bytes: int) -> tuple[Codec, Plan] | None:
+        """The codec for a vector of fp32, and how what it makes goes; nothing where it is sent as it is.
 
         Of a codec per transfer it is the coded plan; otherwise the plan by which payloads are gathered, or added up.
         """
-        if self.codec is None:
+        if self._option is None or size_bytes <= LEAST_BYTES:
             return None
-        if self.codec.kind == PER_TENSOR:
-            if self.codec.vectors(1) is not None:
-                return self.codec, self.of(0)
-            line = gather_line(self._bare, self.codec)
-            return self.codec, plan(line, "all-gather", self._ranks, order=self._order)
-        way = plan(self.line, "all-reduce", self._ranks, order=self._order, hosts=self._hosts)
-        return (self.codec, way) if way.schedule.steps.codecs else None  # all ranks may be on one host
+        if not self._option.auto:
+            return self._coded_by(self._option.only(), size_bytes, across=self._option.across)
+        ranked = self._ranked_codecs(size_bytes)
+        chosen = ranked[0][1] if ranked else ""
+        found = [codec for codec in self.candidates if codec.line == chosen]
+        return self._coded_by(found[0], size_bytes, across=True) if found else None
+
+    def _coded_by(self, codec: Codec, size_bytes: int, *, across: bool) -> tuple[Codec, Plan] | None:
+        if codec.kind == PER_TENSOR:
+            if codec.vectors(1) is not None:
+                return codec, self.of(0)
+            return codec, plan(gather_line(self._bare, codec), "all-gather", self._ranks, order=self._order)
+        bare = self._in_parts(size_bytes)
+        line = _with_codec(bare, f"{codec.line}@{ACROSS}" if across else codec.line)
+        way = plan(line, "all-reduce", self._ranks, order=self._order, hosts=self._hosts)
+        return (codec, way) if way.schedule.steps.codecs else None  # all ranks may be on one host
+
+    def _in_parts(self, size_bytes: int) -> grammar.Spec:
+        """Across hosts a chunk is coded while another is on its way: unless the line says so, a large one has parts."""
+        bare, row = self._bare, algorithms()[self._bare.name]
+        given = "parts" in dict(bare.options) or not any(param.name == "parts" for param in row.params)
+        if given or len(set(self._hosts)) == 1 or size_bytes < _CODED_PARTS * self._ranks * _LEAST_PART_BYTES:
+            return bare
+        return grammar.Spec(name=bare.name, args=bare.args, options=(*bare.options, ("parts", str(_CODED_PARTS))))
+
+    def _ranked_codecs(self, size_bytes: int) -> list[tuple[float, str]]:
+        """Seconds of a vector by each codec, "" for none, the fastest first; nothing without measurements."""
+        if self.figures is None or not self.candidates or not self.speeds:
+            return []
+        size = size_bytes.bit_length()
+        if size not in self._by_codec:
+            machines, typical = self.figures.topology(self._hosts), max(4, (3 << size >> 2) // 4 * 4)
+            found = [(price(self.of(typical).schedule, machines, typical).seconds, "")]
+            for codec in self.candidates:
+                encode_s, decode_s = (typical / 4 * each for each in self.speeds[codec.line])
+                coding = coding_s(codec, self._ranks, encode_s, decode_s)
+                line = _with_codec(self._bare, codec.line)
+                way = plan(line, "all-reduce", self._ranks, order=self._order, hosts=self._hosts)
+                found.append((price(way.schedule, machines, typical).seconds + coding, codec.line))  # they take turns
+            self._by_codec[size] = sorted(found)
+        return self._by_codec[size]
 
     def why(self, size_bytes: int) -> str:
         """In words: what was chosen for this size, and what the others would have cost."""
+        if self._option is not None and self._option.auto:
+            return self._why_codec(size_bytes)
         if self.line != AUTO:
             return f"{self.line}: chosen by the user"
         ranked = self._ranked(size_bytes)
@@ -200,6 +280,18 @@ class Choice:
             return "direct: the default without measurements"
         costs = ", ".join(f"{line} {format_seconds(seconds)}" for seconds, line in ranked[:4])
         return f"{ranked[0][1]} for {format_size(size_bytes)}: {costs}; measured {self.figures}"
+
+    def _why_codec(self, size_bytes: int) -> str:
+        if not self.candidates:
+            return f"{self._bare} without a codec: all ranks share memory, where a codec only costs time"
+        if size_bytes <= LEAST_BYTES:
+            return f"{self._bare} without a codec: a tensor of up to {format_size(LEAST_BYTES)} is sent as it is"
+        ranked = self._ranked_codecs(size_bytes)
+        if not ranked:
+            return f"{self._bare} without a codec: nothing was measured yet"
+        costs = ", ".join(f"{line or 'none'} {format_seconds(seconds)}" for seconds, line in ranked)
+        chosen = f"with codec {ranked[0][1]}" if ranked[0][1] else "without a codec"
+        return f"{self._bare} {chosen} for {format_size(size_bytes)}: {costs}; measured {self.figures}"
 
     def _lines(self, size_bytes: int) -> list[str]:
         """What is considered: across hosts also the two-level ones, and rings whose pieces have parts."""

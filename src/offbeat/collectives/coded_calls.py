@@ -12,7 +12,7 @@ from torch import Tensor
 
 from offbeat.codecs import PER_TRANSFER, Codec
 from offbeat.codecs.coder import Coder
-from offbeat.codecs.low_rank import PowerSgd, next_start, orthogonalise, padded_items
+from offbeat.codecs.low_rank import PowerSgd, next_start, orthogonalise
 from offbeat.collectives.calls import Call, Plan, Runner, check_reduction, cut, number_of
 from offbeat.collectives.residuals import Kept
 from offbeat.collectives.sync import Patience
@@ -91,7 +91,7 @@ class CodedCalls:
     def _factors(self, coder: PowerSgd, flat: Tensor, way: Plan, kept: Kept, call: Call, patience: Patience) -> None:
         items = len(flat)
         start = coder.start(items) if kept.start is None else kept.start
-        matrix = kept.values(padded_items(items))
+        matrix = kept.values(coder.residual_items(items))
         matrix[:items].add_(flat)
         left = coder.left(matrix, start)
         self._add_up(left.view(-1), way, call, patience)

@@ -108,6 +108,8 @@ def or_nccl(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             if tensor is not None and tensor.is_cuda:
                 nccl = self._gpus.nccl(tensor.device)
                 if nccl is not None:
+                    if name.startswith("allreduce"):
+                        self.check_plain()
                     return getattr(nccl, name)(*arguments)
             return method(self, *arguments)
 

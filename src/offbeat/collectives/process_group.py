@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from offbeat.codecs import Codec
 from offbeat.collectives import memory
 from offbeat.collectives.calls import (
     Call,
@@ -56,7 +57,6 @@ from offbeat.collectives.transport import SharedMemory
 from offbeat.errors import PeerError, RequestError
 from offbeat.network.streams import streams_worth_it
 from offbeat.number_format import format_size
-from offbeat.schedules.coding import LEAST_BYTES
 from offbeat.strategy import NATIVE
 
 _ProcessGroup: Any = dist.ProcessGroup
@@ -67,6 +67,7 @@ _MEASURED_S = 1.0  # if the larger does not take longer than this,
 _MOST_SHIFTS = 3  # to so many other hosts
 _STREAMED_BYTES = (2 * 1024 * 1024, 16 * 1024 * 1024)  # to find how many streams are worth it: about
 _STREAMED_S = 0.03  # of sending
+_CODED_ITEMS = 4 * 1024 * 1024  # that a codec is timed with
 _LEAVE_S = 5.0  # what a call under way is given when its group is destroyed
 _RED: Any = dist.ReduceOp.RedOpType
 _NAMES = {
@@ -88,6 +89,7 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         self._rank, self._ranks = transport.rank, transport.ranks
         self._name = ""
         self._transport, self._choice = transport, choice
+        self._choices: dict[str, Choice] = {}  # those that were used before
         # Nothing below refers back to the group: its memory goes when it goes, and not when Python looks for circles.
         here = sorted((transport.rank, *transport.near))  # hosts have clocks of their own
         arrivals = self._arrivals = Arrivals(here.index(transport.rank), tuple(transport.names[one] for one in here))
@@ -205,18 +207,26 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         """From the next all-reduce on, on all ranks alike."""
         if strategy == NATIVE:
             raise RequestError(f"'{NATIVE}' cannot be chosen later: pass it when the group is created")
-        self._choice = Choice(strategy, self._ranks, self._choice.figures, self._transport.hosts)
+        known = self._choices.get(strategy)
+        self._choice = known or Choice(strategy, self._ranks, self._choice.figures, self._transport.hosts)
+        self._choices[strategy] = self._choice  # with what was measured for it
 
-    @property
-    def coded_line(self) -> str:
-        """The codec of large all-reduces of fp32; nothing where they are sent as they are."""
-        coded = self._choice.coded()
+    def check_plain(self) -> None:
+        """`RequestError` where a codec was asked for: NCCL sends what lies on GPUs as it is."""
+        if self._choice.is_coded:
+            raise RequestError(
+                f"'{self._choice.line}': NCCL reduces tensors on GPUs and has no codecs; leave out codec="
+            )
+
+    def codec_for(self, size_bytes: int) -> str:
+        """The codec of an all-reduce of so many bytes of fp32; nothing where they are sent as they are."""
+        coded = self._choice.coded(size_bytes)
         return "" if coded is None else coded[0].line
 
     def why(self, size_bytes: int) -> str:
         """Why an all-reduce of this size goes the way it goes. With `auto`, all ranks must ask."""
-        if self._choice.needs_figures():
-            self._progress.submit(self._measure, PendingCall(None), background=False).wait()
+        if self._choice.needs_figures() or self._choice.needs_speeds():
+            self._progress.submit(self._measure_once, PendingCall(None), background=False).wait()
         return self._choice.why(size_bytes)
 
     # --- several calls as one ----------------------------------------------------------------------------------------
@@ -329,6 +339,32 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         self._choice.figures = Figures(
             latency_s=float(taken[0]), bytes_per_s=4 * size / float(taken[1]), network=network
         )
+
+    def _measure_once(self, patience: Patience) -> None:
+        """What the choice of this group needs and does not have yet."""
+        if self._choice.needs_figures():
+            self._measure(patience)
+        if self._choice.needs_speeds():
+            self._measure_codecs(patience)
+
+    def _measure_codecs(self, patience: Patience) -> None:
+        """How fast each codec is that `codec=auto` may take, while all ranks code: they may share cores."""
+        candidates = self._choice.candidates
+        values = torch.randn(_CODED_ITEMS, generator=torch.Generator().manual_seed(0))
+        taken = torch.empty(2 * len(candidates), dtype=torch.float64)
+        for number, codec in enumerate(candidates):
+            coder, payload = codec.coder(), torch.empty(codec.size_bytes(len(values)), dtype=torch.uint8)
+            residual, total = torch.zeros(coder.residual_items(len(values))), torch.zeros_like(values)
+            coder.encode(values, payload, residual)
+            self._barrier_job()(patience)
+            start = time.perf_counter()
+            coder.encode(values, payload, residual)
+            middle = time.perf_counter()
+            (coder.add if codec.row.vectors is None else coder.decode)(payload, total)
+            taken[2 * number : 2 * number + 2] = torch.tensor([middle - start, time.perf_counter() - middle])
+        self._agree(taken, patience)
+        each = (taken / len(values)).tolist()
+        self._choice.speeds = {codec.line: (each[2 * at], each[2 * at + 1]) for at, codec in enumerate(candidates)}
 
     def _agree(self, values: Tensor, patience: Patience) -> None:
         """The largest of each, on all ranks."""
@@ -452,16 +488,16 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         in_place = in_one_piece and factor is None and tensor.device.type == "cpu"
         may_code = (
             tensor.dtype == torch.float32 and reduction in ("sum", "mean") and factor is None
-            and tensor.nbytes > LEAST_BYTES and self._ranks > 1
+            and self._ranks > 1
         )  # fmt: skip
         if not in_one_piece:
             flat_of(tensor, written=True)  # refused now, not when others wait for it
 
         def run(patience: Patience) -> None:
-            if self._choice.needs_figures():
-                self._measure(patience)
-            if may_code and self._choice.coded() is not None:
-                self._coded_all_reduce(tensor, reduction, since, iteration, patience)
+            self._measure_once(patience)
+            coded = self._choice.coded(tensor.nbytes) if may_code else None
+            if coded is not None:
+                self._coded_all_reduce(tensor, reduction, coded, since, iteration, patience)
                 return
             place = self._placements.place(tensor, bucket=bucket) if in_place else None
             flats = [] if place and reduction != "mean" else [flat_of(tensor)]
@@ -475,9 +511,9 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
 
         return run
 
-    def _coded_all_reduce(self, tensor: Tensor, reduction: str, since: int, iteration: int, patience: Patience) -> None:
-        coded = self._choice.coded()
-        assert coded is not None
+    def _coded_all_reduce(
+        self, tensor: Tensor, reduction: str, coded: tuple[Codec, Plan], since: int, iteration: int, patience: Patience
+    ) -> None:
         flat = flat_of(tensor, on_cpu=True)
         flat.load()
         call = Call(

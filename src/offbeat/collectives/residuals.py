@@ -30,8 +30,11 @@ class Kept:
 
     def values(self, items: int | None = None) -> Tensor:
         """The residual, which begins with zeros; of so many items, where a codec needs more than the tensor has."""
-        if self.residual is None:
-            self.residual = torch.zeros(self.items if items is None else items)
+        wanted = self.items if items is None else items
+        if self.residual is None or len(self.residual) != wanted:
+            before, self.residual = self.residual, torch.zeros(wanted)
+            if before is not None:  # by another codec
+                self.residual[: self.items] = before[: self.items]
         return self.residual
 
 
@@ -79,7 +82,8 @@ class Residuals:
     def state(self) -> dict[str, Tensor]:
         """For a checkpoint: by the order in which tensors were first seen."""
         found: dict[str, Tensor] = {}
-        for number, (_, kept) in enumerate(self._kept.values()):
+        alive = [kept for weak, kept in self._kept.values() if not weak.expired()]  # type: ignore[no-untyped-call] # torch's
+        for number, kept in enumerate(alive):
             found[f"{number}.calls"] = torch.tensor([kept.items, kept.calls])
             if kept.residual is not None:
                 found[f"{number}.residual"] = kept.residual

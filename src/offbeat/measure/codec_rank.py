@@ -1,7 +1,7 @@
 """A rank of `offbeat bench codecs`: it times codecs by themselves, and all-reduces under any line.
 
-The mean of all ranks is taken, so that numbers stay as large as gradients are. Before a line is timed it is checked: what
-all ranks got and what all of them kept is what all of them gave, and all have the same bits.
+The mean of all ranks is taken, so that numbers stay as large as gradients are. Before a line is timed it is checked:
+what all ranks got and what all of them kept is what all of them gave, and all have the same bits.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CodecRank:
         tensor = self._tensors["now"] = self._gradient.clone()
         dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
         digest = hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
-        kept = group.residuals.of(tensor).residual if group.coded_line else None
+        kept = group.residuals.of(tensor).residual if group.codec_for(tensor.nbytes) else None
         whole = self._gradient - (0 if kept is None else kept[: len(tensor)])
         got = tensor.clone()
         group.use("ring")

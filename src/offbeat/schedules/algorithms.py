@@ -631,8 +631,8 @@ def _check_bytes(row: Algorithm, schedule: Schedule) -> None:
 _GATHERS = {"halving-doubling": "doubling"}  # by what all-gather an all-reduce gathers, where it has another name
 CODEC = Param(
     name="codec",
-    read=codecs.split_place,
-    help="what is sent instead of fp32, like int8 or top-k:0.01; int8@across: between hosts only (docs/codecs.md)",
+    read=codecs.read_option,
+    help="what is sent instead of fp32, like int8 or top-k:0.01; int8@across: between hosts only; auto: where it gains",
 )
 
 
@@ -654,8 +654,8 @@ def chunks_of(text: str, *, ranks: int, collective: str = "all-reduce") -> int:
     options: dict[str, Any] = grammar.bind(spec, params_of(row))
     coded = options.pop(CODEC.name, None)
     try:
-        if coded is not None and coded[0].kind == codecs.PER_TENSOR:
-            return _tensor_chunks(spec, coded[0], ranks)
+        if coded is not None and not coded.auto and coded.only().kind == codecs.PER_TENSOR:
+            return _tensor_chunks(spec, coded.only(), ranks)
         return row.chunks(ranks, **options)
     except RequestError as error:
         raise RequestError(f"'{spec}': {error}") from None
@@ -697,12 +697,15 @@ def _from_root(ranks: Ranks, root: int, nodes: Shape | None) -> Ranks:
 
 def _build_coded(
     spec: grammar.Spec,
-    coded: tuple[codecs.Codec, bool],
+    coded: codecs.CodecOption,
     shape: Shape | None,
     ranks: int,
     hosts: Sequence[int] | None,
 ) -> Schedule:
-    codec, across = coded
+    try:
+        codec = coded.only()
+    except RequestError as error:
+        raise RequestError(f"'{spec}': {error}") from None
     bare, _ = split_codec(spec)
     if codec.kind == codecs.PER_TENSOR:
         vectors = codec.vectors(1)
@@ -712,7 +715,7 @@ def _build_coded(
             plain = one_after_the_other(build(str(bare), ranks=ranks), len(vectors))
         return with_codec(plain, str(spec), codec)
     groups = None
-    if across:
+    if coded.across:
         groups = [rank // shape[1] for rank in range(ranks)] if shape is not None else hosts
         if groups is None:
             raise RequestError(

@@ -283,6 +283,8 @@ def _check_parallel(config: Config) -> None:
             raise FieldError(key, f"a pipeline {why}")
     spec = grammar.parse(config.sync)
     if spec.name not in (AUTO, NATIVE):
+        if dict(spec.options).get("codec"):
+            raise FieldError("sync", f"'{config.sync}': --parallel does not work with a codec; leave out codec=")
         for ranks in {layout.stages, config.processes} - {0, 1}:  # they have groups of their own
             try:
                 chunks_of(str(spec), ranks=ranks)

@@ -1,4 +1,5 @@
-"""What each learner hands to the one who leads, in a pause: its own buffers, its clock, its scaler, its own optimizer.
+"""What each learner hands to the one who leads, in a pause: its own buffers, its clock, its scaler, its own optimizer,
+and what it has not sent yet where gradients are coded.
 
 Law: decode(encode(part)) == part. It travels as a safetensors file, and is kept as such in a checkpoint.
 """
@@ -37,6 +38,7 @@ class LearnerSnapshot:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     optimizer: dict[str, Tensor] = field(default_factory=dict)
     sent_to: tuple[int, ...] = ()  # bytes to each learner, in this part of the run
+    residuals: dict[str, Tensor] = field(default_factory=dict)  # of a codec's error feedback
     used_bytes: int = 0  # of memory, at most; 0: not asked for
     spans: Tensor = field(default_factory=lambda: torch.zeros(0, 4, dtype=torch.float64))  # what, start, end, version
 
@@ -53,7 +55,7 @@ class LearnerSnapshot:
             tensors["memory"] = torch.tensor([self.used_bytes])
         for name, number in self.scaler.items():
             tensors[f"scaler.{name}"] = torch.tensor(float(number), dtype=torch.float64)
-        for kind, group in (("buffer", self.buffers), ("optimizer", self.optimizer)):
+        for kind, group in (("buffer", self.buffers), ("optimizer", self.optimizer), ("residual", self.residuals)):
             for name, tensor in group.items():
                 tensors[f"{kind}.{name}"] = tensor.detach().cpu().contiguous().clone()
         return bytes(safetensors.torch.save(tensors))
@@ -80,6 +82,7 @@ def snapshot_of(tensors: Mapping[str, Tensor]) -> LearnerSnapshot:
         buffers=under("buffer."),
         optimizer=under("optimizer."),
         sent_to=tuple(tensors["sent_to"].tolist()) if "sent_to" in tensors else (),
+        residuals=under("residual."),
         used_bytes=int(tensors["memory"]) if "memory" in tensors else 0,
         spans=tensors["spans"],
     )

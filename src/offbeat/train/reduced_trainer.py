@@ -28,15 +28,19 @@ from torch._utils import _flatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from offbeat.collectives.backend import stats
+from offbeat.collectives.backend import group_of, stats
 from offbeat.collectives.options import Options
 from offbeat.errors import OffbeatError, RequestError
+from offbeat.number_format import format_size
 from offbeat.processes.slowness import Slowness
 from offbeat.processes.watchdog import Phase
 from offbeat.runs.log import LogWriter, Span
+from offbeat.schedules.coding import LEAST_BYTES
 from offbeat.server.learner.leased_loader import SampleOrder, seed_of
 from offbeat.server.learner.reduced_learner import gather_bytes
+from offbeat.spec import count_of, parse
 from offbeat.strategy import NATIVE, with_shape
+from offbeat.train.checkpoint import Checkpoint
 from offbeat.train.compute_ladder import (
     EAGER,
     MEASURED,
@@ -82,6 +86,7 @@ class ReducedTrainer(Trainer):
         self._together = self.processes > 1
         if self._together and not dist.is_initialized():
             join_group(config.sync, self.number, self.processes, self.device)
+        self._coded = self._together and "codec" in dict(parse(config.sync).options)
         slow = config.slow
         self._slowness = Slowness(slow, learner=self.number, learners=self.learners, seed=config.seed) if slow else None
         if config.train.batch_norm == "synchronised" and self._together:
@@ -91,10 +96,15 @@ class ReducedTrainer(Trainer):
         by_ddp = self._together and not self._steps_here and not config.parallel
         self.wrapped = _in_ddp(self.model, unused=self.unused) if by_ddp else self.model
         if self.checkpoint is not None:
-            if self.learners > 2 and self.at.update and by_ddp:
+            if (self.learners > 2 or self._coded) and self.at.update and by_ddp:
                 self._arrange_buckets()
+            self._load_residuals(self.checkpoint)
             self.load_own(self.checkpoint)  # again: DDP has made all buffers those of the first
             self.load_optimizer(self.checkpoint.files["optimizer"])
+        size = sum(parameter.nbytes for parameter in self.model.parameters() if parameter.requires_grad)
+        if self._coded and size <= LEAST_BYTES and self.number == 0:
+            least = format_size(LEAST_BYTES)
+            self.note(f"gradients of {format_size(size)} are sent without a codec, which is used above {least}")
         wanted = shares_of(config.train.split) or (1,) * self.learners
         self._shares = tuple(share / sum(wanted) for share in wanted)
         if config.train.split == "auto" and len(self.at.shares) == self.learners:
@@ -173,6 +183,25 @@ class ReducedTrainer(Trainer):
         inputs, targets = self.moved(next(iter(loader)))
         self.loss_of(inputs, targets).backward()  # type: ignore[no-untyped-call] # torch's own
         self.optimizer.zero_grad(set_to_none=True)
+
+    def _load_residuals(self, checkpoint: Checkpoint) -> None:
+        """What this learner had not sent yet. DDP arranges its gradients anew after the first update, and what was
+        left of that is given up, in a run that goes on as in one that was never ended."""
+        if not self._coded:
+            return
+        residuals = group_of(None).residuals
+        residuals.clear()
+        if self.part is not None and self.at.update > 1:
+            residuals.load(self.part.residuals)
+        gone = [name for name in checkpoint.files if name.startswith("learner-") and int(name[8:]) >= self.processes]
+        if gone and self.number == 0:
+            self.note(f"the residuals of {count_of(len(gone), 'learner')} that are gone are lost")
+
+    def own_part(self) -> LearnerSnapshot:
+        part = super().own_part()
+        if self._coded:
+            part.residuals = group_of(None).residuals.state()
+        return part
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
