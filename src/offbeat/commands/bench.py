@@ -62,6 +62,15 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "sizes": (64 * 2**10, 4 * 2**20, 100_000_000),
         "lab": None,
     },
+    "codecs": {
+        "lines": (),
+        "ranks": 4,
+        "parameters": None,
+        "rounds": 3,
+        "lab": None,
+        "timeout": _TIMEOUT_S,
+        "out": None,
+    },
     "ddp": {**_RANKS, "ranks": 2, "rounds": 10, "against": ("gloo",), "batch": 64},
     "policies": {
         "lines": (),
@@ -221,6 +230,21 @@ def _measure_ranks(options: argparse.Namespace) -> Measurement:
     if reduces:
         return lambda progress: rank_bench.measure_allreduce(request, options.sizes, progress)
     return lambda progress: rank_bench.measure_ddp(request, options.batch, progress)
+
+
+def _measure_codecs(options: argparse.Namespace) -> Measurement:
+    from offbeat.measure import codec_bench, rank_bench
+
+    lab = None if options.lab is None else rank_bench.LabRequest.parse(options.lab)
+    request = codec_bench.CodecsRequest(
+        lines=tuple(options.lines) or codec_bench.LINES,
+        ranks=options.ranks if lab is None else lab.ranks,
+        parameters=options.parameters or codec_bench.PARAMETERS,
+        rounds=options.rounds,
+        timeout_s=options.timeout,
+        lab=lab,
+    )
+    return lambda progress: codec_bench.measure(request, progress)
 
 
 def _one_number_of_learners(options: argparse.Namespace) -> int:
@@ -458,6 +482,7 @@ def _print_table(out: Terminal, fields: Sequence[Field], rows: Sequence[Row]) ->
 
 _MEASURE: dict[str, Callable[[argparse.Namespace], Measurement]] = {
     "allreduce": _measure_ranks,
+    "codecs": _measure_codecs,
     "ddp": _measure_ranks,
     "policies": _measure_policies,
     "server": _measure_server,
@@ -471,7 +496,8 @@ _OPTIONS = (
     option("what", read=choice(*_DEFAULTS), metavar="|".join(_DEFAULTS), help="what to measure; see above"),
     option(
         "lines", nargs="*", default=(), metavar="LINES",
-        help="policies: strategies (default: six); device: recipes; training runs: one recipe (default digits-cnn)",
+        help="policies: strategies (default: six); codecs: codecs (default: all); device: recipes; "
+        "training runs: one recipe (default digits-cnn)",
     ),
     option("--ranks", read=parse_count, metavar="P", help="number of processes (default 4; ddp: 2)"),
     option(
@@ -489,7 +515,7 @@ _OPTIONS = (
         help="policies: updates per run (default: about 10 s of updates)",
     ),
     option("--seed", type=int, metavar="N", help="seed; with several training runs, that of the first one (default 0)"),
-    option("--parameters", read=_number, metavar="N", help="server: parameters of the model (default 25.6M)"),
+    option("--parameters", read=_number, metavar="N", help="server, codecs: parameters of the model (default 25.6M)"),
     option(
         "--tensors", read=parse_count, metavar="N",
         help="server: tensors of the model, 161 as in ResNet-50 (default) or 1",
@@ -510,12 +536,12 @@ _OPTIONS = (
     option("--sizes", read=_sizes, metavar="SIZES", help="allreduce: tensor sizes (default 64KiB,4MiB,100MB)"),
     option(
         "--lab", metavar="HOSTSxRANKS,RATE",
-        help="allreduce: run on 4 hosts of 2 ranks on this machine (see offbeat lab): 4x2,1Gbit/s",
+        help="allreduce, codecs: run on 4 hosts of 2 ranks on this machine (see offbeat lab): 4x2,1Gbit/s",
     ),
     option("--batch", read=parse_count, metavar="N", help="ddp: samples per minibatch (default 64)"),
     option(
         "--rounds", read=parse_count, metavar="N",
-        help="rounds; each system is measured once per round (default 5; ddp: 10; server, predictions: 3)",
+        help="rounds; each system is measured once per round (default 5; ddp: 10; server, codecs, predictions: 3)",
     ),
     option("--threads", read=parse_count, metavar="N", help="torch threads per rank (default 1)"),
     option("--strategy", metavar="LINE", help="all-reduce algorithm that offbeat uses, like ring (default: auto)"),
@@ -555,6 +581,7 @@ COMMAND = Command(
     summary="measure one device, collectives, DDP, the parameter server, scaling and time to accuracy on this machine",
     about="""Run one benchmark on this machine. Use an idle machine: other load changes the results.
 allreduce    all-reduce of tensors, compared with Gloo and Open MPI
+codecs       speed of each codec, and the bandwidth up to which it pays; with --lab, all-reduces with each
 ddp          training iterations of DistributedDataParallel, compared with Gloo
 server       pushes and fetches per second of the parameter server, compared with torch's rpc and Ray
 policies     real runs with artificial delays, compared with the simulator's prediction
@@ -566,6 +593,7 @@ The systems or strategies that are compared take turns within one run. scaling, 
 take every option of a recipe.""",
     examples=(
         "bench allreduce --ranks 4 --sizes 64KiB,4MiB --against gloo",
+        "bench codecs int8 bf16 --parameters 1M",
         "bench ddp --ranks 2 --against gloo --rounds 2",
         "bench policies k-sync:1 async --learners 2 --slow exp:0.02 --updates 20",
         "bench server --learners 1 --parameters 100k --seconds 100ms --rounds 1 --against rpc",
