@@ -90,7 +90,9 @@ def with_shape(line: str, hosts: Sequence[int]) -> str:
         return line
     each = math.gcd(*(hosts.count(host) for host in set(hosts)))
     given = dict(spec.options)
-    if not spec.args and each > 1:
+    coded = codecs.read_option(given["codec"]) if "codec" in given else None
+    gathers = coded is not None and any(one.kind == codecs.PER_TENSOR for one in coded.codecs)  # in two steps
+    if not spec.args and each > 1 and not gathers:
         given = {"inner": "direct", "parts": "4", **given}
     options = [*spec.args, *(f"{name}={value}" for name, value in given.items())]
     return f"{spec.name}:{','.join([f'{len(hosts) // each}x{each}', *options])}"

@@ -45,6 +45,56 @@ def test_hierarchical_without_a_shape_is_hosts_times_ranks() -> None:
         Choice("hierarchical:2x3", 4, hosts=(0, 0, 1, 1))
 
 
+def test_a_codec_of_whole_tensors_takes_the_shape_of_the_hosts_and_nothing_else() -> None:
+    hosts = (0, 0, 1, 1)
+    assert with_shape("hierarchical:codec=top-k:0.01", hosts) == "hierarchical:2x2,codec=top-k:0.01"
+    coded = Choice("hierarchical:codec=top-k:0.01", 4, hosts=hosts).coded(100 * MB)
+    assert coded is not None and coded[1].schedule.collective == "all-gather"
+    between = Choice("hierarchical:codec=bf16@across", 4, hosts=hosts).coded(100 * MB)
+    assert between is not None and set(between[1].schedule.steps.codec.tolist()) == {0, 1}
+
+
+def test_a_ring_across_hosts_is_coded_in_parts_where_it_is_large() -> None:
+    choice = Choice("ring:codec=int8", 4, hosts=(0, 1, 2, 3))
+    large, small = choice.coded(100 * MB), choice.coded(MB // 5)
+    assert large is not None and large[1].schedule.chunks == 32
+    assert small is not None and small[1].schedule.chunks == 4
+    assert choice.coded(64 * 1024) is None
+    assert choice.of(100 * MB).schedule.steps.codecs == ()
+
+
+def test_between_hosts_only_is_nothing_on_one_host() -> None:
+    assert Choice("ring:codec=int8@across", 4).coded(100 * MB) is None
+    assert Choice("ring:codec=int8", 4).coded(100 * MB) is not None
+
+
+FAST = {"bf16": (1e-9, 1e-9), "int8": (2e-9, 1e-9), "top-k:0.01": (4e-9, 0.1e-9), "power-sgd:4": (4e-9, 1e-9)}
+
+
+def test_auto_takes_a_codec_where_it_gains_and_says_why() -> None:
+    slow = NetworkFigures(latency_s=2e-4, sends=(12e6,) * 4, receives=(12e6,) * 4)
+    fast = NetworkFigures(latency_s=2e-5, sends=(12e9,) * 4, receives=(12e9,) * 4)
+    found = {}
+    for name, network in (("slow", slow), ("fast", fast)):
+        choice = Choice("ring:codec=auto", 4, figures(network), (0, 1, 2, 3))
+        assert choice.needs_speeds() and choice.coded(100 * MB) is None
+        choice.speeds = FAST
+        coded = choice.coded(100 * MB)
+        found[name] = "" if coded is None else coded[0].line
+        assert "none" in choice.why(100 * MB) and "measured" in choice.why(100 * MB)
+    assert found == {"slow": "power-sgd:4", "fast": ""}
+    only = Choice("ring:codec=auto:bf16+int8", 4, figures(slow), (0, 1, 2, 3))
+    only.speeds = FAST
+    coded = only.coded(100 * MB)
+    assert coded is not None and coded[0].line == "int8"
+
+
+def test_auto_takes_no_codec_where_all_ranks_share_memory() -> None:
+    choice = Choice("ring:codec=auto", 4)
+    assert not choice.needs_figures() and choice.coded(100 * MB) is None
+    assert "share memory" in choice.why(100 * MB)
+
+
 def test_ranks_are_taken_host_by_host() -> None:
     assert hosts_in_order((0, 0, 1, 1)) is None
     assert hosts_in_order((0, 1, 0, 1)) == (0, 2, 1, 3)

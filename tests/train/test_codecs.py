@@ -1,0 +1,53 @@
+"""Training with coded gradients: it learns, it tells what is not coded, and a resumed run has the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from offbeat.errors import OffbeatError
+from offbeat.train import launch
+from train.runs import CLASSES, FEATURES, Outcome, config_of, small_task, trained
+
+
+def wide() -> nn.Module:
+    """82 kB of parameters, in one bucket: enough to be coded."""
+    return nn.Sequential(nn.Linear(FEATURES, 1200), nn.ReLU(), nn.Linear(1200, CLASSES))
+
+
+def same(one: Outcome, other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(value, other[name]) for name, value in one.weights.items())
+
+
+@pytest.mark.parametrize(("codec", "learners"), [("int8", 2), ("int8:stochastic", 3), ("top-k:0.05", 2)])
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_ended(codec: str, learners: int, tmp_path: Path) -> None:
+    sync = f"ring:codec={codec}"
+    steady = {"schedule": "constant", "warmup_epochs": 0.0, "lr": 0.01}  # whatever the number of epochs
+    changes: dict[str, Any] = {"learners": learners, "sync": sync, "train": steady}
+    whole = trained(tmp_path, small_task(build=wide), **changes)
+    half = trained(tmp_path, small_task(build=wide), **changes | {"train": steady | {"epochs": 2}})
+    own = half.learners()[1]
+    assert any(name.startswith("residual.") for name in own)
+    start = launch.prepare(config_of(**changes), resume=half.run.path, task=small_task(build=wide))
+    launch.launch(start, lambda record: None, lambda who, line: None)
+    resumed = safetensors.torch.load_file(start.run.weights)
+    assert same(whole, resumed)
+    assert not same(
+        trained(tmp_path, small_task(build=wide), learners=learners, train=steady), whole.weights
+    )  # it is coded at all
+
+
+def test_a_model_that_is_too_small_to_be_coded_is_told(tmp_path: Path) -> None:
+    coded, plain = trained(tmp_path, sync="ring:codec=int8"), trained(tmp_path)
+    assert any("sent without a codec" in note for note in coded.notes)
+    assert same(plain, coded.weights)
+
+
+def test_stages_and_codecs_are_not_trained_together(tmp_path: Path) -> None:
+    with pytest.raises(OffbeatError, match="--parallel does not work with a codec"):
+        trained(tmp_path, sync="ring:codec=int8", parallel="stages=2,microbatches=2")
