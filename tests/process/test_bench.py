@@ -197,11 +197,32 @@ def test_sizes_read_as_they_are_written() -> None:
     ]  # fmt: skip
 
 
+def test_bench_codecs_prints_the_bandwidth_below_which_each_pays() -> None:
+    found = run_json("bench codecs int8 top-k:0.01 --parameters 200k --ranks 3 --json")
+    assert [row["codec"] for row in found["codecs"]] == ["int8", "top-k:0.01"]
+    for row in found["codecs"]:
+        c, ratio = row["coding_bytes_per_s"], row["ratio"]
+        assert row["break_even_bytes_per_s"] == pytest.approx(c * (1 - 1 / ratio))
+    assert found["codecs"][0]["ratio"] == pytest.approx(3.94, abs=0.01)
+    assert found["codecs"][1]["ratio"] == pytest.approx(50 * 2 / 3, rel=0.01)  # gathered: (P-1) payloads
+
+
+@pytest.mark.skipif(why_no_lab() is not None, reason=str(why_no_lab()))
+def test_bench_codecs_compares_them_on_the_hosts_of_a_lab() -> None:
+    found = run_json("bench codecs bf16 power-sgd:2 --lab 2x1,200Mbit/s --parameters 300k --rounds 1 --json")
+    rows = {row["line"]: row for row in found["strategies"]}
+    assert list(rows) == ["ring", "ring:codec=bf16", "ring:codec=power-sgd:2", "ring:codec=auto"]
+    assert rows["ring"]["sent_bytes"] == 1_200_000 and rows["ring:codec=bf16"]["sent_bytes"] == 600_000
+    assert "ring with" in found["why"] and "Mbit/s" in found["links"]
+
+
 # --- what is refused ----------------------------------------------------------------------------------------------
 
 WRONG = {
     "bench": "the following arguments are required: allreduce|ddp",
     "bench alreduce": "did you mean 'allreduce'?",
+    "bench codecs int9": "did you mean 'int8'?",
+    "bench codecs --parameters 10": "--parameters: expected 20000 or more; got 10",
     "bench allreduce --ranks 1": "--ranks: expected a number from 2 to 64; got 1",
     "bench allreduce --ranks 65": "--ranks: expected a number from 2 to 64; got 65",
     "bench allreduce --ranks two": "--ranks: expected a whole number",

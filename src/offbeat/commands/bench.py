@@ -62,6 +62,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "sizes": (64 * 2**10, 4 * 2**20, 100_000_000),
         "lab": None,
     },
+    "ddp": {**_RANKS, "ranks": 2, "rounds": 10, "against": ("gloo",), "batch": 64},
     "codecs": {
         "lines": (),
         "ranks": 4,
@@ -71,7 +72,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "timeout": _TIMEOUT_S,
         "out": None,
     },
-    "ddp": {**_RANKS, "ranks": 2, "rounds": 10, "against": ("gloo",), "batch": 64},
     "policies": {
         "lines": (),
         "learners": [4],
@@ -482,8 +482,8 @@ def _print_table(out: Terminal, fields: Sequence[Field], rows: Sequence[Row]) ->
 
 _MEASURE: dict[str, Callable[[argparse.Namespace], Measurement]] = {
     "allreduce": _measure_ranks,
-    "codecs": _measure_codecs,
     "ddp": _measure_ranks,
+    "codecs": _measure_codecs,
     "policies": _measure_policies,
     "server": _measure_server,
     "scaling": _measure_scaling,
@@ -581,8 +581,8 @@ COMMAND = Command(
     summary="measure one device, collectives, DDP, the parameter server, scaling and time to accuracy on this machine",
     about="""Run one benchmark on this machine. Use an idle machine: other load changes the results.
 allreduce    all-reduce of tensors, compared with Gloo and Open MPI
-codecs       speed of each codec, and the bandwidth up to which it pays; with --lab, all-reduces with each
 ddp          training iterations of DistributedDataParallel, compared with Gloo
+codecs       speed of each codec, and the bandwidth up to which it pays; with --lab, all-reduces with each
 server       pushes and fetches per second of the parameter server, compared with torch's rpc and Ray
 policies     real runs with artificial delays, compared with the simulator's prediction
 scaling      a recipe with several numbers of learners: speed-up, efficiency, overhead and accuracy

@@ -67,8 +67,8 @@ class CodecRank:
     def time(self, request: Request) -> Answer:
         group_of(None).use(request["line"])
         tensor = self._tensors["now"]
-        sent = group_of(None).stats().sent_bytes
         dist.barrier()
+        sent = group_of(None).stats().sent_bytes
         start = time.perf_counter()
         for _ in range(request["iterations"]):
             dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
