@@ -12,9 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import offbeat
 from offbeat import codecs
+from offbeat.codecs.coder import PieceCoder
 from offbeat.codecs.table import BLOCK, SIGN_BLOCK, add_row, check_sizes, kept
 from offbeat.errors import RequestError
+from offbeat.schedules import build, verify
 
 WHOLE = bool(os.environ.get("OFFBEAT_CODECS"))
 TENSORS, STEPS = (10_000, 1_000) if WHOLE else (400, 60)
@@ -289,6 +292,39 @@ def test_a_wrong_line_is_named_with_what_is_allowed(line: str, said: str) -> Non
 def test_a_line_is_written_as_it_is_read(line: str) -> None:
     assert str(codecs.parse(line)) == line
     check_sizes(codecs.parse(line))
+
+
+class Upper(PieceCoder):
+    """The codec of docs/extending.md."""
+
+    def _round(self, values: Tensor, payload: Tensor, start: int, items: int, decoded: Tensor | None) -> bool:
+        kept_ones = payload.view(torch.float32)[start : start + len(values)]
+        torch.mul(values, values.abs() > 1e-4, out=kept_ones)
+        if decoded is not None:
+            decoded.copy_(kept_ones)
+        return bool(kept_ones.isfinite().all())
+
+    def _decode(self, payload: Tensor, start: int, items: int, into: Tensor) -> None:
+        into.copy_(payload.view(torch.float32)[start : start + len(into)])
+
+
+def test_a_codec_of_ones_own_is_a_class_and_a_row() -> None:
+    offbeat.register_codec(
+        codecs.CodecRow(
+            name="upper", summary="", kind=codecs.PER_TRANSFER, biased=True, size_bytes=lambda items: 4 * items,
+            coder=f"{__name__}:Upper", error="1e-4", not_finite="as they are", examples=("upper",),
+        )
+    )  # fmt: skip
+    try:
+        values, residual = torch.randn(1000) * 1e-4, torch.zeros(1000)
+        out = coded(codecs.parse("upper"), values, residual)
+        assert torch.equal(out + residual, values) and 0 < int((out == 0).sum()) < 1000
+        verify(build("ring:codec=upper", ranks=4))
+        with pytest.raises(RequestError, match="already exists"):
+            offbeat.register_codec(codecs.CODECS["upper"])
+    finally:
+        del codecs.CODECS["upper"]
+        codecs.parse.cache_clear()
 
 
 def test_a_row_whose_sizes_do_not_add_up_is_refused() -> None:
