@@ -508,4 +508,4 @@ def test_rows_are_by_host_with_the_links_between_them_and_the_slow_one() -> None
     assert [line.split()[:2] for line in drawn[at + 1 : at + 4]] == [["a", "0"], ["a", "2"], ["b", "1"]]
     assert "a to b 3 MB (75 %)" in drawn and slow[0] in drawn
     state.hear(END)
-    assert ("links", f"a to b 3 MB (75 %), {slow[0]}") in summary(state)
+    assert {("links", "a to b 3 MB (75 %)"), ("slow link", slow[0])} <= set(summary(state))

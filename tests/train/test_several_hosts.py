@@ -25,9 +25,10 @@ from offbeat.report.page_model import TimelineChart
 from offbeat.runs.log import read_log
 from offbeat.runs.run_folder import RunDir
 from offbeat.runs.run_record import read_run
-from offbeat.train.config_files import override, read_recipe
+from offbeat.train.config import Config
+from offbeat.train.config_files import as_json, changed, override, read_recipe
 from offbeat.train.tasks import task_of
-from offbeat.train.torchrun_learner import check_hosts, host_names
+from offbeat.train.torchrun_learner import check_code, check_hosts, check_trust, host_names
 from train.oracle import Recipe, distance, expected, sgd
 from train.programs import left_files, offbeat, resume_words, weights
 from train.several_hosts import finish, folder_of, start, wait_for_file, words_for
@@ -199,12 +200,26 @@ def test_what_cannot_be_across_hosts_is_refused_in_one_line(monkeypatch: pytest.
     with pytest.raises(RequestError, match="'k-sync:3' uses a parameter server, which works on one host only"):
         check_hosts("k-sync:3")
     with pytest.raises(RequestError, match="there is no key: run 'offbeat keys FILE'"):
-        check_hosts("ring")
+        check_trust()
     with pytest.raises(RequestError, match="Gloo, which neither encrypts nor checks who connects"):
         check_hosts("native")
     monkeypatch.setenv("OFFBEAT_NETWORK_TRUST", "open")
+    check_trust()
     check_hosts("ring")
     check_hosts("native")
+
+
+def test_what_nobody_has_signed_does_not_say_which_code_is_executed() -> None:
+    def absent() -> Config:
+        raise RequestError("no such folder")
+
+    own = override(read_recipe("digits-mlp"), {"data.name": "my:data", "train.loss": "my:loss"})
+    check_code(as_json(own), lambda: own)
+    check_code(as_json(read_recipe("digits-mlp")), absent)
+    evil = changed(own, {"data": {"name": "os:system", "options": {"command": "true"}}})
+    for settings in (lambda: own, absent):
+        with pytest.raises(RequestError, match="which the command of this host does not name; use a key"):
+            check_code(as_json(evil), settings)
 
 
 def test_hosts_of_one_name_have_numbers() -> None:

@@ -147,15 +147,19 @@ def _replace(path: Path, place: Path, parts: Iterable[str]) -> int:
 
 
 def _trace(runs: Sequence[RunRecord]) -> Iterable[str]:
-    """A process for each run, a thread for each learner."""
+    """A process for each run, or for each of its hosts; a thread for each learner."""
+    from offbeat.report.facts import names_of_last
     from offbeat.report.run_sections import one_clock
     from offbeat.runs.log import chrome_trace
 
     mark = '{"displayTimeUnit": "ms", "traceEvents": ['
-    for process, run in enumerate(runs):
-        for event in chrome_trace(one_clock(run), name=run.label, process=process)["traceEvents"]:
+    process = 0
+    for run in runs:
+        hosts = names_of_last(run, "hosts")
+        for event in chrome_trace(one_clock(run), name=run.label, process=process, hosts=hosts)["traceEvents"]:
             yield f"{mark}{json.dumps(event, allow_nan=False)}"
             mark = ",\n"
+        process += max(1, len(set(hosts)))
     yield f"{mark}]}}" if mark.startswith("{") else "]}\n"
 
 

@@ -91,7 +91,7 @@ of `offbeat recipes` or a TOML file; options override its fields. The run's fold
 the run log, a trace for Perfetto, checkpoints, the weights, facts about the machine, its energy use and a summary;
 --report adds an HTML page. `offbeat watch` follows the run from another terminal. Ctrl-C writes a checkpoint and stops;
 --resume continues. Under `torchrun --nproc-per-node P -m offbeat train ...` the processes of torchrun are the
-learners.""",
+learners; with an all-reduce they may be on several hosts (docs/several-hosts.md).""",
     examples=(
         "train --run-dir runs/digits",
         "train digits-mlp --sync k-async:2 --learners 4 --train.epochs 5",

@@ -131,6 +131,7 @@ def summary(state: Progress) -> list[tuple[str, str]]:
     rows = [
         *(_end_facts(state.end, state.best) if state.end is not None else [("stopped", [broken_off])]),
         ("links", link_words(state)),
+        ("slow link", slow_words(state)),
         ("energy", _burnt(state.energy)),
         ("saved", _if_known("update {}", str, saved.get("update")) + _if_known("{}", _clean, saved.get("path"))),
         ("run", _if_known("{}", _clean, folder)),
@@ -187,13 +188,16 @@ def _burnt(energy: Record) -> list[str]:
 
 
 def link_words(state: Progress) -> list[str]:
-    """Between hosts: the bytes that went over each, and its share of all; then those that are slow."""
-    links = [
+    """Between hosts: the bytes that went over each, and its share of all."""
+    return [
         f"{_clean(link['source'])} to {_clean(link['target'])} {format_size(link['bytes'])} "
         f"({whole_percent(link['share'])})"
         for link in state.last("links") or ()
     ]
-    return [*links, *map(_clean, state.last("slow_links") or ())]
+
+
+def slow_words(state: Progress) -> list[str]:
+    return [_clean(words) for words in state.last("slow_links") or ()]
 
 
 def fact_lines(facts: Sequence[tuple[str, str]]) -> list[Line]:
@@ -391,7 +395,8 @@ def live_lines(state: Progress, width: int, height: int) -> list[Line]:
         return [[(f"starting {format_clock(state.elapsed_s)}", "dim")]]
     top = [*_bar_lines(state, width), [], *_numbers(state, width)]
     learners, evaluations = min(LEARNERS_SHOWN, len(state.rows)), min(EVALUATIONS_SHOWN, len(state.evaluations))
-    beside = min(LINKS_SHOWN, len(link_words(state)))
+    network = [*slow_words(state), *link_words(state)][:LINKS_SHOWN]
+    beside = len(network)
     over = (
         len(top) + 6 + learners + evaluations + beside + bool(beside) - height
     )  # titles, blank lines, "and 4 more", and one below
@@ -402,7 +407,7 @@ def live_lines(state: Progress, width: int, height: int) -> list[Line]:
             learners -= 1
         over -= 1
     lines = list(top)
-    links: list[Line] = [[(words, "dim")] for words in link_words(state)[:LINKS_SHOWN]]
+    links: list[Line] = [[(words, "dim")] for words in network]
     for block in (_learners(state, width, learners), links, evaluation_table(state, width, evaluations)):
         lines += [[], *block] if block else []
     return lines

@@ -264,7 +264,7 @@ def facts_of(run: RunRecord) -> Facts:
             "gradients and the times of the learners include both attempts"
         )
     staleness, applied = gradients.staleness, gradients.applied
-    names, hosts = _names(run, "names"), _names(run, "hosts")
+    names, hosts = names_of_last(run, "names"), names_of_last(run, "hosts")
     if family == ALL_REDUCE and not gradients.applied:
         done = [span for segment in run.segments for span in segment.spans if span.what == "compute"]
         applied = sum(not span.cancelled for span in done)
@@ -348,8 +348,8 @@ def _said(run: RunRecord, key: str) -> int | None:
     return next((one for one in found if one), None)
 
 
-def _names(run: RunRecord, key: str) -> tuple[str, ...]:
-    """As the last part of the run has them."""
+def names_of_last(run: RunRecord, key: str) -> tuple[str, ...]:
+    """Of processes (`names`), or of the host of each (`hosts`), as the last part of the run has them."""
     told = run.segments[-1].run.get(key) if run.segments else None
     return tuple(untrusted.text(one) for one in told) if isinstance(told, list) else ()
 

@@ -214,12 +214,15 @@ def read_lines(
 # --- other forms of spans -------------------------------------------------------------------------------------------
 
 
-def chrome_trace(spans: Iterable[Span], *, name: str = "offbeat", process: int = 0) -> dict[str, Any]:
+def chrome_trace(
+    spans: Iterable[Span], *, name: str = "offbeat", process: int = 0, hosts: Sequence[str] = ()
+) -> dict[str, Any]:
     """The spans as a trace-event object: one thread a learner, times in microseconds.
 
-    The events of several runs can stand in one trace, if each has a `process` of its own.
+    The events of several runs can stand in one trace, if each has a `process` of its own; a run of several `hosts` has
+    as many.
     """
-    return {"traceEvents": list(_trace_events(spans, name, process)), "displayTimeUnit": "ms"}
+    return {"traceEvents": list(_trace_events(spans, name, process, hosts=hosts)), "displayTimeUnit": "ms"}
 
 
 def _trace_events(

@@ -13,7 +13,8 @@
         live.json              how far it is, for `offbeat watch`; at the end, how it ended
         stacks.txt             where all learners were when one made no progress for too long
 
-Learners of one run are on one host, and share the folder; the one who leads writes, the others hand it their parts.
+The learner who leads writes, and the others hand it their parts: those of a parameter server through the folder, which
+they share on one host; those of an all-reduce through their process group, so that other hosts need no folder.
 """
 
 from __future__ import annotations

@@ -618,7 +618,7 @@ def failure_of(error: Exception) -> dict[str, str]:
     """What is told of an error, and its traceback where it is neither ours nor another learner's."""
     told = next((line for line in str(error).splitlines() if line.strip()), "")
     if isinstance(error, PeerError) or (isinstance(error, RuntimeError) and any(one in told for one in _PEERS)):
-        return {"text": _OTHERS + told, "traceback": ""}
+        return {"text": _OTHERS + (told.partition("PeerError: ")[2] or told), "traceback": ""}  # without DDP's words
     if isinstance(error, OffbeatError):
         return {"text": str(error), "traceback": ""}
     lines = "".join(traceback.format_exception(error))

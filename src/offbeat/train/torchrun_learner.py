@@ -5,7 +5,8 @@ and tells the others what they need. With an all-reduce nobody else opens the fo
 common. What is told goes two ways:
 
     through torchrun's store   the configuration, and what each rank has found on its host. Whoever reaches that store
-                               can read it, and write to it: entries are signed where there is a key (`cards`)
+                               can read it, and write to it: entries are signed where there is a key (`cards`). What
+                               is not signed never names code that is executed
     through the process group  the checkpoint that the run goes on from; encrypted where there is a key
 
 Laws. A rank that cannot start (no data on its host, other data than the first rank's) says so to all, and all end in
@@ -15,6 +16,7 @@ the last checkpoint, however many they are now.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections import Counter
@@ -67,6 +69,8 @@ class _Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the first rank tells the others before they read their data."""
 
     config: str
+    batch_size: int
+    accumulate: int
     run: str
     segment: int
     unused: bool
@@ -88,8 +92,8 @@ def learn(
     report: Report,
     task: Task | None = None,
 ) -> Result:
-    """Be one of the learners that torchrun has started. `settings` gives the configuration; only the first rank calls
-    it, since only its host needs the folder of a run that is resumed.
+    """Be one of the learners that torchrun has started. `settings` gives the configuration that this rank was started
+    with; it fails on a host that does not have the folder of a run that is resumed.
     """
     me = torchrun_rank()
     if me is None:
@@ -99,11 +103,15 @@ def learn(
 
     def begin() -> _Told | None:
         nonlocal start
+        if me.nodes > 1:
+            check_trust()
         if me.rank:
             return None
         start = _lead(me, settings(), run_dir, resume, report, task)
         return _Told(
             config=as_json(start.config),
+            batch_size=start.config.train.batch_size,
+            accumulate=start.config.train.accumulate,
             run=str(start.run.path.absolute()),
             segment=start.segment,
             unused=start.unused,
@@ -113,7 +121,7 @@ def learn(
 
     def read_data() -> _Found:
         nonlocal start
-        start = start or _follow(told, task)
+        start = start or _follow(me, told, settings, task)
         return _Found(samples=len(start.task.train))  # type: ignore[arg-type] # a map-style set has a length
 
     told = _decode(exchange.tell("start", begin)[0], _Told)
@@ -217,14 +225,16 @@ def check_hosts(line: str) -> None:
             f"'{line}' uses a parameter server, which works on one host only, but torchrun was started for several; "
             "use an all-reduce such as ring"
         )
-    if is_open():
-        return
-    if line == NATIVE:
+    if line == NATIVE and not is_open():
         raise RequestError(
             f"'{NATIVE}' across hosts is Gloo, which neither encrypts nor checks who connects: set {TRUST}={OPEN} on a "
             "network that you trust, or use another all-reduce with a key"
         )
-    if key_of() is None:
+
+
+def check_trust() -> None:
+    """`RequestError` where this rank could not tell the others' entries in the store from a stranger's."""
+    if not is_open() and key_of() is None:
         raise RequestError(
             f"torchrun was started for several hosts, and there is no key: run 'offbeat keys FILE', copy FILE to every "
             f"host and set {KEY}=FILE; or set {TRUST}={OPEN} on a network that you trust"
@@ -251,9 +261,15 @@ def _remembered_run(store: Store, secret: bytes | None) -> Path | None:
 # --- the others -------------------------------------------------------------------------------------------------------
 
 
-def _follow(told: _Told, task: Task | None) -> Start:
+def _follow(me: TorchrunRank, told: _Told, settings: Callable[[], Config], task: Task | None) -> Start:
     """What this rank needs beside what it is told: data and model, which it finds on its own host."""
-    config = from_json(told.config, "the configuration of rank 0")
+    if me.nodes == 1:  # then its own command says all but the minibatch that the first rank has found
+        batch = {"batch_size": told.batch_size, "accumulate": told.accumulate, "global_batch": 0}
+        config = changed(settings(), {"learners": me.ranks, "train": batch})
+    else:
+        if secret_of() is None:
+            check_code(told.config, settings)
+        config = from_json(told.config, "the configuration of rank 0")
     check_device(config.device)
     run = RunDir(Path(told.run))
     by_folder = told.resumes and family_of(config.sync) != ALL_REDUCE  # on one host: then all can read it
@@ -265,6 +281,31 @@ def _follow(told: _Told, task: Task | None) -> Start:
         segment=told.segment,
         unused=told.unused,
     )
+
+
+def check_code(config: str, settings: Callable[[], Config]) -> None:
+    """`RequestError` for a configuration that nobody has signed and that names code (module:function, plugins) which
+    this rank's own command does not name: what comes from the network must not say what is executed.
+    """
+    try:
+        own = _code_of(as_json(settings()))
+    except RequestError:  # the run's folder is not on this host
+        own = set()
+    foreign = sorted(_code_of(config) - own)
+    if foreign:
+        raise RequestError(
+            f"the run uses '{foreign[0]}', which the command of this host does not name; use a key ({KEY}), so that "
+            "this host can check who asks for it"
+        )
+
+
+def _code_of(config: str) -> set[str]:
+    try:
+        said = json.loads(config)
+        names = {said["model"]["name"], said["data"]["name"], said["train"]["loss"]}
+        return {name for name in names if ":" in name} | set(said["plugins"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise PeerError("the configuration of rank 0 in torchrun's store cannot be read") from None
 
 
 def _check_data(cards: Sequence[Mapping[str, Any]]) -> None:
