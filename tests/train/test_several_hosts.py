@@ -21,7 +21,7 @@ from offbeat.cli import main
 from offbeat.errors import RequestError
 from offbeat.processes.torchrun_rank import torchrun_rank
 from offbeat.report.build import build
-from offbeat.report.page_model import TimelineChart
+from offbeat.report.page_model import Table, TimelineChart
 from offbeat.runs.log import read_log
 from offbeat.runs.run_folder import RunDir
 from offbeat.runs.run_record import read_run
@@ -31,6 +31,7 @@ from offbeat.train.tasks import task_of
 from offbeat.train.torchrun_learner import check_code, check_hosts, check_trust, host_names
 from train.oracle import Recipe, distance, expected, sgd
 from train.programs import left_files, offbeat, resume_words, weights
+from train.runs import trained
 from train.several_hosts import finish, folder_of, start, wait_for_file, words_for
 
 OPEN = {"OFFBEAT_NETWORK_TRUST": "open"}
@@ -108,6 +109,10 @@ def check_hosts_are_told(run: Path, *, counted: bool) -> None:
     rows = [item for section in build([record]).sections for item in section.items if isinstance(item, TimelineChart)]
     assert rows[0].learners == ("host0: learner 0", "host0: learner 1", "host1: learner 2", "host1: learner 3")
     assert "times of other hosts are right to" in rows[0].note
+    section = next(section for section in build([record]).sections if section.key == "hosts")
+    tables = {item.key: item.rows for item in section.items if isinstance(item, Table)}
+    assert [row[1:3] for row in tables["hosts"]] == [("host0", 2), ("host1", 2)]
+    assert len(tables.get("links", ())) == (2 if counted else 0)
 
 
 def test_a_killed_host_ends_the_run_and_resumed_it_comes_to_the_same_bits(start_lab: StartLab, tmp_path: Path) -> None:
@@ -220,6 +225,11 @@ def test_what_nobody_has_signed_does_not_say_which_code_is_executed() -> None:
     for settings in (lambda: own, absent):
         with pytest.raises(RequestError, match="which the command of this host does not name; use a key"):
             check_code(as_json(evil), settings)
+
+
+def test_on_one_host_hierarchical_without_a_shape_has_that_of_its_learners(tmp_path: Path) -> None:
+    outcome = trained(tmp_path, sync="hierarchical", train={"epochs": 1})
+    assert outcome.end["strategy"] == "hierarchical:1x2,inner=direct,parts=4"
 
 
 def test_hosts_of_one_name_have_numbers() -> None:

@@ -43,7 +43,7 @@ from offbeat.server.learner.connection import RunOverError
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.supervisor import ServerPlan, Supervisor
 from offbeat.spec import count_of
-from offbeat.strategy import ALL_REDUCE, family_of
+from offbeat.strategy import ALL_REDUCE, family_of, with_shape
 from offbeat.train.batch_probe import settle_batch
 from offbeat.train.checkpoint import Checkpoint, newest
 from offbeat.train.config import Config
@@ -162,6 +162,8 @@ def prepare(
     if not config.learners:
         config = changed(config, {"learners": learners_here(config)})
     here = here or config.processes
+    if here == config.processes:  # one host: then the shape of `hierarchical`, if it has none, is known now
+        config = changed(config, {"sync": with_shape(config.sync, (0,) * config.processes)})
     if here > MOST_PROCESSES or config.servers > MOST_PROCESSES:
         many = max(here, config.servers)
         what = "stages of all learners" if config.parallel else "learners and servers"

@@ -38,7 +38,7 @@ from offbeat.processes.torchrun_rank import TorchrunRank, torchrun_rank
 from offbeat.runs.run_folder import RunDir
 from offbeat.server.learner.join import torchrun_store
 from offbeat.spec import count_of
-from offbeat.strategy import ALL_REDUCE, NATIVE, family_of
+from offbeat.strategy import ALL_REDUCE, NATIVE, family_of, with_shape
 from offbeat.train.checkpoint import newest
 from offbeat.train.config import Config
 from offbeat.train.config_files import as_json, changed, from_json
@@ -265,7 +265,9 @@ def _follow(me: TorchrunRank, told: _Told, settings: Callable[[], Config], task:
     """What this rank needs beside what it is told: data and model, which it finds on its own host."""
     if me.nodes == 1:  # then its own command says all but the minibatch that the first rank has found
         batch = {"batch_size": told.batch_size, "accumulate": told.accumulate, "global_batch": 0}
-        config = changed(settings(), {"learners": me.ranks, "train": batch})
+        own = settings()
+        line = with_shape(own.sync, (0,) * me.ranks)  # as `prepare` has it
+        config = changed(own, {"learners": me.ranks, "sync": line, "train": batch})
     else:
         if secret_of() is None:
             check_code(told.config, settings)
