@@ -10,7 +10,7 @@ WORKERS ?= 3
 # Hundreds of tests start a process: with compiled modules on disk each of them starts a quarter of a second sooner.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo docs test test-codecs test-torch test-network test-ecosystem test-faults test-world test-fuzz test-matrix test-last-second test-absurd test-attacks test-strangers bench clean
+.PHONY: setup demo docs test test-codecs test-torch test-network test-ecosystem test-faults test-world test-fuzz test-matrix test-last-second test-absurd test-attacks test-strangers test-remote bench clean
 
 setup: $(INSTALLED)
 
@@ -93,6 +93,12 @@ test-attacks: setup
 test-strangers: setup
 	@$(BIN)/python benchmarks/strangers.py
 	@cd tests && ../$(BIN)/python -m collectives.frame_fuzz --frames 100000
+
+# Learners on other hosts of a lab: every server strategy, a host that comes and goes 100 times, push, fetch and cancel at 1 Gbit/s. Half an hour.
+test-remote: setup
+	@cd tests && ../$(BIN)/python -m train.remote_matrix
+	@cd tests && ../$(BIN)/python -m train.remote_matrix --comings 100
+	@$(BIN)/python benchmarks/remote_server.py
 
 bench: setup
 	@$(BIN)/python benchmarks/schedules.py

@@ -26,7 +26,7 @@ GROUPS = {
     "look at runs": ("watch", "report", "evaluate"),
     "predict": ("replay", "compare", "simulate"),
     "measure": ("bench", "profile", "partition", "calibrate", "lab"),
-    "several hosts": ("keys",),
+    "several hosts": ("keys", "work"),
     "reference": ("recipes", "strategies", "examples", "schedule", "pipeline", "topology"),
 }
 COMMANDS = tuple(name for names in GROUPS.values() for name in names)

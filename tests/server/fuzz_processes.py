@@ -88,7 +88,7 @@ class Hostile:
         own = handshake.Handshake(PROTOCOL, token, "learner", self.number, handshake.versions(), table)
         sent = 0
         with contextlib.suppress(OffbeatError, OSError):
-            line, _, _ = handshake.keep_connecting(address, own, most_s=20.0, gone_s=1.0)
+            line, _, _ = handshake.keep_connecting(handshake.LocalRoad(address), own, most_s=20.0, gone_s=1.0)
             self._say(line, encode(Hello(self.number, self._new_nonce(), table.digest)))
             while sent < most:
                 for _ in range(20):

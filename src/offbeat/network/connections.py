@@ -58,7 +58,7 @@ class Place(NamedTuple):
     port: int
 
 
-class _Wait(NamedTuple):
+class Wait(NamedTuple):
     """What a connection that is being made waits for: an event of its socket, or a moment."""
 
     one: socket.socket | None
@@ -66,20 +66,20 @@ class _Wait(NamedTuple):
     until_s: float = 0.0
 
 
-class _Dropped(Exception):  # noqa: N818 - a state of the other side
+class Dropped(Exception):  # noqa: N818 - a state of the other side
     """The other side has closed a connection before it was greeted."""
 
 
-_Steps = Generator[_Wait, None, None]
-_Connection = socket.socket | TlsConnection
+Steps = Generator[Wait, None, None]
+AnyConnection = socket.socket | TlsConnection
 
 
 @dataclass(slots=True)
 class _Task:
     """A connection that is being made; `address` is where an accepted one came from."""
 
-    steps: _Steps
-    wait: _Wait
+    steps: Steps
+    wait: Wait
     accepted: socket.socket | None = None
     address: str = ""
     end_s: float = float("inf")
@@ -89,7 +89,7 @@ class Listener:
     """Where a process can be reached until all have met."""
 
     def __init__(self, address: str) -> None:
-        self._socket = socket.socket(_family(address), socket.SOCK_STREAM)
+        self._socket = socket.socket(family_of(address), socket.SOCK_STREAM)
         self._socket.bind((address, 0))
         self._socket.listen(_BACKLOG)
         self._socket.setblocking(False)
@@ -124,7 +124,7 @@ class Listener:
             return None
         except OSError:  # it has gone again
             return None
-        _send_at_once(one)
+        send_at_once(one)
         return one, str(where[0]).partition("%")[0]
 
     def fileno(self) -> int:
@@ -151,8 +151,8 @@ class _Meeting:
         self._streams, self._key, self._timeout_s = streams, key, timeout_s
         self._end_s = time.monotonic() + timeout_s
         self._each = streams if key is None else 2 * streams  # TLS has a connection for each direction
-        self._met: dict[int, dict[int, _Connection]] = {peer: {} for peer in others}
-        self._tasks = [_Task(self._reach(peer), _Wait(None)) for peer in sorted(others) if peer < rank]
+        self._met: dict[int, dict[int, AnyConnection]] = {peer: {} for peer in others}
+        self._tasks = [_Task(self._reach(peer), Wait(None)) for peer in sorted(others) if peer < rank]
         self._expected_from = {place.address.partition("%")[0] for peer, place in others.items() if peer > rank}
         self._opened: set[socket.socket] = set()
         self._contexts = {} if key is None else {side: context_of(key, server=side) for side in (False, True)}
@@ -188,10 +188,10 @@ class _Meeting:
         """What was met, ready for use."""
         for connected in self._met.values():
             for one in connected.values():
-                _set_up(one.raw if isinstance(one, TlsConnection) else one)
+                set_up(one.raw if isinstance(one, TlsConnection) else one)
         return {peer: list(self._of(peer, connected)) for peer, connected in self._met.items()}
 
-    def _of(self, peer: int, connected: Mapping[int, _Connection]) -> Iterator[Stream]:
+    def _of(self, peer: int, connected: Mapping[int, AnyConnection]) -> Iterator[Stream]:
         """Of each two connections under TLS, the first is for what the lower rank sends."""
         each = [connected[number] for number in range(self._each)]
         yield from (one for one in each if isinstance(one, socket.socket))
@@ -207,17 +207,17 @@ class _Meeting:
 
     # --- connecting -------------------------------------------------------------------------------------------------
 
-    def _reach(self, peer: int) -> _Steps:
+    def _reach(self, peer: int) -> Steps:
         """Every connection to a lower rank, one after the other."""
         where = "{}:{}".format(*self._others[peer])
         for number in range(self._each):
             for attempt in range(_ATTEMPTS):
                 if attempt:
-                    yield _Wait(None, until_s=time.monotonic() + _PAUSE_S * 2**attempt)
+                    yield Wait(None, until_s=time.monotonic() + _PAUSE_S * 2**attempt)
                 try:
                     yield from self._connect(peer, number)
                     break
-                except _Dropped:
+                except Dropped:
                     continue
                 except ssl.SSLError as error:
                     raise Unreachable(peer, f"{where} does not have the same key ({error.reason or error})") from None
@@ -226,27 +226,27 @@ class _Meeting:
             else:
                 raise Unreachable(peer, f"{where} did not answer as a rank of this group")
 
-    def _connect(self, peer: int, number: int) -> _Steps:
+    def _connect(self, peer: int, number: int) -> Steps:
         place = self._others[peer]
-        one = socket.socket(_family(place.address), socket.SOCK_STREAM)
+        one = socket.socket(family_of(place.address), socket.SOCK_STREAM)
         self._opened.add(one)
         try:
-            _send_at_once(one)
+            send_at_once(one)
             one.bind((self._listener.place.address, 0))
             wrong = one.connect_ex(place)
             if wrong == errno.EINPROGRESS:
-                yield _Wait(one, select.POLLOUT)
+                yield Wait(one, select.POLLOUT)
                 wrong = one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if wrong:
                 raise OSError(wrong, os.strerror(wrong))
             try:
                 secured = yield from self._secure(one, server=False)
-                yield from _send(secured, one, self._hello(peer, number))
-                answer = yield from _receive(secured, one, _HELLO.size)
+                yield from send_steps(secured, one, self._hello(peer, number))
+                answer = yield from receive_steps(secured, one, _HELLO.size)
             except (ConnectionResetError, BrokenPipeError, ssl.SSLEOFError, ssl.SSLZeroReturnError):
-                raise _Dropped from None
+                raise Dropped from None
             if self._greeting(answer) != (peer, number):
-                raise _Dropped
+                raise Dropped
         except BaseException:
             self._opened.discard(one)
             one.close()
@@ -268,20 +268,20 @@ class _Meeting:
                 self._drop_oldest(address)
             elif crowds.total() >= MOST_GREETING_IN_ALL:
                 self._drop_oldest(crowds.most_common(1)[0][0])
-            task = _Task(self._admit(one), _Wait(one, select.POLLIN), one, address, time.monotonic() + GREETING_S)
+            task = _Task(self._admit(one), Wait(one, select.POLLIN), one, address, time.monotonic() + GREETING_S)
             self._tasks.append(task)
 
-    def _admit(self, one: socket.socket) -> _Steps:
+    def _admit(self, one: socket.socket) -> Steps:
         """Whoever has connected becomes a peer, or is dropped."""
         try:
             secured = yield from self._secure(one, server=True)
-            came = self._greeting((yield from _receive(secured, one, _HELLO.size)))
+            came = self._greeting((yield from receive_steps(secured, one, _HELLO.size)))
             expects = came is not None and came[0] > self._rank and came[1] < self._each
             if came is not None and expects and came[1] not in self._met.get(came[0], {came[1]: one}):
-                yield from _send(secured, one, self._hello(*came))
+                yield from send_steps(secured, one, self._hello(*came))
                 self._met[came[0]][came[1]] = secured
                 return
-        except (OSError, _Dropped):
+        except (OSError, Dropped):
             pass
         self._opened.discard(one)
         one.close()
@@ -305,14 +305,11 @@ class _Meeting:
         except StopIteration:
             self._tasks.remove(task)
 
-    def _secure(self, one: socket.socket, *, server: bool) -> Generator[_Wait, None, _Connection]:
+    def _secure(self, one: socket.socket, *, server: bool) -> Generator[Wait, None, AnyConnection]:
         """The same connection under TLS, if there is a key. `SSLError` where the other side does not have it."""
         if self._key is None:
             return one
-        secured = TlsConnection(one, self._contexts[server], server=server)
-        for events in secured.handshake(self._key):
-            yield _Wait(one, events)
-        return secured
+        return (yield from secure(one, self._key, self._contexts[server], server=server))
 
     def _hello(self, peer: int, number: int) -> bytes:
         return _HELLO.pack(_MAGIC, PROTOCOL, self._rank, peer, number, self._token)
@@ -328,41 +325,51 @@ class _Meeting:
         raise Unreachable(peer, f"{how} within {self._timeout_s:g} s")
 
 
-def _family(address: str) -> socket.AddressFamily:
+def family_of(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def _send(one: _Connection, below: socket.socket, data: bytes) -> _Steps:
+def secure(
+    one: socket.socket, key: RunKey, context: ssl.SSLContext, *, server: bool
+) -> Generator[Wait, None, TlsConnection]:
+    """The same connection under TLS. `SSLError` where the other side does not have the key."""
+    secured = TlsConnection(one, context, server=server)
+    for events in secured.handshake(key):
+        yield Wait(one, events)
+    return secured
+
+
+def send_steps(one: AnyConnection, below: socket.socket, data: bytes) -> Steps:
     while True:
         try:
             if one.send(data, socket.MSG_DONTWAIT) < len(data):
-                raise _Dropped
+                raise Dropped
             return
         except BlockingIOError:
-            yield _Wait(below, select.POLLOUT)
+            yield Wait(below, select.POLLOUT)
 
 
-def _receive(one: _Connection, below: socket.socket, size_bytes: int) -> Generator[_Wait, None, bytes]:
+def receive_steps(one: AnyConnection, below: socket.socket, size_bytes: int) -> Generator[Wait, None, bytes]:
     got = b""
     while len(got) < size_bytes:
         try:
             came = one.recv(size_bytes - len(got), socket.MSG_DONTWAIT)
         except BlockingIOError:
-            yield _Wait(below, select.POLLIN)
+            yield Wait(below, select.POLLIN)
             continue
         if not came:
-            raise _Dropped
+            raise Dropped
         got += came
     return got
 
 
-def _send_at_once(one: socket.socket) -> None:
+def send_at_once(one: socket.socket) -> None:
     """Without waiting for room, nor for more to send."""
     one.setblocking(False)
     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _set_up(one: socket.socket) -> None:
+def set_up(one: socket.socket) -> None:
     """Who is to wait waits in the kernel, and a silent host is given up."""
     one.settimeout(None)
     one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -92,8 +92,11 @@ class Launcher:
         """What a learner has to know to find the run."""
         return {}
 
+    def name_of(self, learner: int) -> str:
+        return f"learner {learner}"
+
     def _start_learner(self, learner: int) -> None:
-        name, body = f"learner {learner}", self.plan.body
+        name, body = self.name_of(learner), self.plan.body
         inherited = os.environ if self.plan.environment is None else self.plan.environment
         environment = {**inherited, **self.environment_of(learner)}
 
@@ -155,11 +158,11 @@ class Launcher:
         del self.learners[learner]
         ended = self._closing or self._ending or learner in self._given_up
         if code < 0 and not ended and self._limits[learner].take():
-            self.on_line(SELF, f"learner {learner} died ({describe_exit(code)}) and is restarted")
+            self.on_line(SELF, f"{self.name_of(learner)} died ({describe_exit(code)}) and is restarted")
             self._start_learner(learner)
             return
         if code and not self._closing:
-            self.on_line(SELF, f"learner {learner} ended: {describe_exit(code)}")
+            self.on_line(SELF, f"{self.name_of(learner)} ended: {describe_exit(code)}")
         self.exits[learner] = code
 
     # --- the end ----------------------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ It is one sealed memfd, made when the first learner has said how large its model
 outlives every other process, and goes with the last. Who may write what: a server its own shard of a target buffer and
 of its state, a learner its own slot, the coordinator the words that learners look at, servers and learners their own.
 
-This is the data plane for one host. Learner and shard reach it only through the few methods here.
+This is the data plane for one host. Learner and shard reach it only through the few methods here; a learner on another
+host has a `remote.remote_arena` in its place.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from offbeat.server.shard.optimizers import CHUNK
 _PAGE = 4096
 _LEARNER_WORDS = 8  # a cache line each
 _MOST_VIEWS = 10_000
+Pieces = tuple[tuple[int, int], ...]  # where weights are: buffer and version of each shard that has its own
 
 
 class ArenaLayout:
@@ -98,6 +100,22 @@ class Arena:
         self.shard_words = [words(1)[0] for _ in range(setting.shards)]
 
     # --- the learner's side ------------------------------------------------------------------------------------------
+
+    def minibatch_begun(self, minibatch: int) -> None:
+        """What is filled from now on is of this minibatch (`stamp`)."""
+
+    def awaited(self, pieces: Pieces, incarnation: int, pin: int) -> Pieces:
+        """Where the weights are that were pinned under this number: when they are in this memory, where they must be
+        sent to it."""
+        return pieces
+
+    def last(self) -> Pieces:
+        """Where the weights are now. Only when nobody changes them any more."""
+        return tuple((buffer.get(), version.get()) for version, buffer in self.committed)
+
+    def put(self, slot: int, vector: Tensor) -> None:
+        """A whole gradient, into a slot."""
+        self.slots[slot].copy_(vector)
 
     def fill(self, slot: int, index: int, gradient: Tensor) -> float:
         """A parameter's gradient, into its place; its squared norm, which costs little while it is in the cache."""

@@ -14,7 +14,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -36,6 +36,10 @@ class RunGoneError(PeerError):
     """Nobody listens: the run is over."""
 
 
+class PlaceTakenError(RequestError):
+    """Another host has the place of this learner by now: it may ask for another one."""
+
+
 class Handshake(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="handshake"):
     """The first packet: who I am. A learner brings the table of its model."""
 
@@ -52,6 +56,7 @@ class Accept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="accep
     """The answer, with the arena's descriptor beside it; or why not."""
 
     refused: str = ""
+    taken: bool = False  # since another host has the place
     table: ParameterLayout | None = None
     setting: RunSetting | None = None  # without what the run goes on from
     seed: int = 0
@@ -61,6 +66,16 @@ class Accept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="accep
 _encode = msgspec.msgpack.Encoder().encode
 _handshakes = msgspec.msgpack.Decoder(Handshake)
 _accepts = msgspec.msgpack.Decoder(Accept)
+
+
+class Road(Protocol):
+    """How a learner or server reaches the run: this host's memory (`LocalRoad`), or TCP (`remote.remote_road`)."""
+
+    def connect(self, own: Handshake, timeout_s: float) -> tuple[socket.socket, Accept, Arena]:
+        """The socket, what the run is, and its memory. `PeerError` where nobody answers, `RequestError` if refused."""
+
+    def close(self) -> None:
+        """What was said is sent; then all is closed."""
 
 
 class Inbox:
@@ -130,6 +145,41 @@ def accept_peer(one: socket.socket, accept: Accept, descriptor: int | None) -> N
     socket.send_fds(one, [_encode(accept)], [] if descriptor is None else [descriptor])
 
 
+class LocalRoad(NamedTuple):
+    """A run on this host, by the name of its listener."""
+
+    name: str
+
+    def connect(self, own: Handshake, timeout_s: float) -> tuple[socket.socket, Accept, Arena]:
+        return connect(self.name, own, timeout_s)
+
+    def close(self) -> None:
+        """Nothing is kept here."""
+
+
+def encode_handshake(own: Handshake) -> bytes:
+    """For a road: as a packet of `connect` has it."""
+    return _encode(own)
+
+
+def decode_handshake(data: bytes) -> Handshake:
+    try:
+        return _handshakes.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise PeerError("not a handshake") from None
+
+
+def encode_accept(accept: Accept) -> bytes:
+    return _encode(accept)
+
+
+def decode_accept(data: bytes) -> Accept:
+    try:
+        return _accepts.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, OffbeatError):
+        raise PeerError("the run's answer cannot be read") from None
+
+
 def connect(name: str, own: Handshake, timeout_s: float) -> tuple[socket.socket, Accept, Arena]:
     """Connect: the socket, what the run is, and its memory.
 
@@ -166,7 +216,7 @@ def connect(name: str, own: Handshake, timeout_s: float) -> tuple[socket.socket,
 
 
 def keep_connecting(
-    name: str,
+    road: Road,
     own: Handshake,
     *,
     most_s: float,
@@ -174,14 +224,14 @@ def keep_connecting(
     answer_s: float = GREETING_S,
     closed: Callable[[], bool] = lambda: False,
 ) -> tuple[socket.socket, Accept, Arena]:
-    """As `connect`, until it succeeds: a coordinator may be killed while it lets somebody in, and another comes.
+    """As `road.connect`, until it succeeds: a coordinator may be killed while it lets somebody in, and another comes.
 
     `PeerError` after `most_s`, or after `gone_s` where nobody listens, or at once when this side is `closed`.
     """
     start_s = time.monotonic()
     while True:
         try:
-            return connect(name, own, answer_s)
+            return road.connect(own, answer_s)
         except PeerError as error:
             limit_s = gone_s if isinstance(error, RunGoneError) else most_s
             if closed() or time.monotonic() - start_s > limit_s:

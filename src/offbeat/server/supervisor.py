@@ -5,13 +5,15 @@ same memory and the same journal. A process that was stopped for too long is kil
 When the supervisor itself is killed, the kernel ends all that it has started.
 
 `python -m offbeat.server.supervisor PLAN` runs one without learners, for those who start their own. It prints where it
-can be reached, as one line of JSON, and ends when standard input is closed and all learners have left.
+can be reached, as one line of JSON, and ends when standard input is closed and all learners have left. With `listen` in
+the plan, learners may also come from other hosts.
 
     supervisor --- coordinator --- learners
         |              |
         +---------- servers
 
-With one server and a small model there is no process for the server: the coordinator makes its updates.
+With one server and a small model there is no process for the server: the coordinator makes its updates. Where learners
+may come from other hosts, the gateway is one more process (`remote.gateway`).
 """
 
 from __future__ import annotations
@@ -31,12 +33,16 @@ from typing import Any
 
 from offbeat.collectives import memory
 from offbeat.errors import OffbeatError
+from offbeat.network import keys
+from offbeat.network.connections import Place
+from offbeat.network.port import check_trust, format_place, listen, parse_place
 from offbeat.processes.child import ChildProcess, RestartLimit, Stopwatch, describe_exit, die_with_parent, fork
 from offbeat.processes.launcher import SELF, Launcher, LaunchPlan
 from offbeat.server import handshake
 from offbeat.server.coordinator import coordinator_process
 from offbeat.server.coordinator.journal import new_files
 from offbeat.server.parameter_layout import ParameterLayout
+from offbeat.server.remote.gateway import Gateway, RemotePlan
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.shard import server_process
 from offbeat.server.wire import MOST_BYTES
@@ -59,6 +65,11 @@ class ServerPlan(LaunchPlan):
     log: Path | None = None
     facts: Mapping[str, Any] | None = None
     restarts: int = MOST_RESTARTS
+    remote: RemotePlan | None = None  # places for learners on other hosts, which are not started here
+
+    @property
+    def learners_here(self) -> int:
+        return self.setting.learners if self.remote is None else self.remote.first
 
 
 class Supervisor(Launcher):
@@ -67,7 +78,7 @@ class Supervisor(Launcher):
     plan: ServerPlan
 
     def __init__(self, plan: ServerPlan, on_line: Callable[[str, str], None]) -> None:
-        super().__init__(plan, plan.setting.learners, on_line)
+        super().__init__(plan, plan.learners_here, on_line)
         self.token = secrets.token_hex(16)
         self.listener, self.address = handshake.new_listener()
         self.server_secret = secrets.token_hex(16)  # which learners are not told
@@ -83,12 +94,14 @@ class Supervisor(Launcher):
         self.summary: str | None = None
         self.draining = False
         self.coordinator: socket.socket | None = None
+        self.gateway: socket.socket | None = None
         self._quiet: memory.Segment | None = None
 
     # --- starting ---------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         self._start_coordinator()
+        self._start_gateway()
         super().start()
 
     def _start_coordinator(self) -> None:
@@ -104,6 +117,7 @@ class Supervisor(Launcher):
             launched=self.plan.launches,
             facts=dict(self.plan.facts or {}),
             inside_items=INSIDE_ITEMS,
+            learners_here=self.plan.learners_here,
         )
 
         def body() -> None:
@@ -119,6 +133,33 @@ class Supervisor(Launcher):
             self._send("ended", number=learner)
         if self.draining:
             self._send("finish")
+
+    def _start_gateway(self) -> None:
+        """If there are places for learners on other hosts."""
+        remote = self.plan.remote
+        if remote is None:
+            return
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.gateway = mine
+        setting, seed = self.plan.setting, self.plan.seed
+
+        def body() -> None:
+            gateway = Gateway(
+                remote,
+                coordinator=self.address,
+                token=self.token,
+                learners=setting.learners,
+                line=setting.line,
+                seed=seed,
+                supervisor=theirs,
+                tell=lambda text: coordinator_process.say(theirs, "say", text=text),
+            )
+            coordinator_process.say(theirs, "ready", text="gateway")
+            gateway.serve()
+
+        self._add_service("gateway", body, self._start_gateway, {theirs.fileno(), remote.listener.fileno()})
+        theirs.close()
+        self._watch(mine.fileno(), lambda: self._receive(mine))
 
     def _start_server(self, shard: int) -> None:
         self.generations[shard] += 1
@@ -203,6 +244,10 @@ class Supervisor(Launcher):
                 pass
             self.coordinator.close()
             self.coordinator = None
+        if name == "gateway" and self.gateway is not None:
+            while self._receive(self.gateway):
+                pass
+            self.gateway.close()
         if self._closing or (name == "coordinator" and self.summary is not None):
             return
         if not self.deaths.setdefault(name, RestartLimit(MOST_DEATHS - 1, DEATHS_S)).take():
@@ -253,8 +298,11 @@ class Supervisor(Launcher):
         self.listener.close()
         for file in self.journal:
             os.close(file)
-        if self.coordinator is not None:
-            self.coordinator.close()
+        for one in (self.coordinator, self.gateway):
+            if one is not None:
+                one.close()
+        if self.plan.remote is not None:
+            self.plan.remote.listener.close()
         if self.arena is not None:
             os.close(self.arena[1])
 
@@ -266,17 +314,28 @@ def main(words: list[str]) -> int:
     torch.set_num_threads(1)
     given = json.loads(words[0])
     log = Path(given["log"]) if given["log"] else None
-    plan = ServerPlan(setting=RunSetting(**given["setting"]), seed=given["seed"], log=log)
     try:
+        remote = _places_at(given["listen"]) if given.get("listen") else None
+        plan = ServerPlan(setting=RunSetting(**given["setting"]), seed=given["seed"], log=log, remote=remote)
         with Supervisor(plan, lambda name, line: print(f"{name}: {line}", file=sys.stderr)) as supervisor:
             supervisor.start()
-            print(json.dumps({"address": supervisor.address, "token": supervisor.token}), flush=True)
+            found = {"address": supervisor.address, "token": supervisor.token}
+            if remote is not None:
+                found["listens"] = format_place(Place(*remote.listener.getsockname()[:2]))
+            print(json.dumps(found), flush=True)
             _serve(supervisor)
             supervisor.finish()
     except OffbeatError as error:
         print(f"offbeat: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _places_at(address: str) -> RemotePlan:
+    """All learners may come from other hosts."""
+    place, key = parse_place(address, "listen"), keys.key_of()
+    check_trust(place, key, is_open=keys.is_open(), what="listen")
+    return RemotePlan(listener=listen(place, "listen"), key=key, first=0)
 
 
 def _serve(supervisor: Supervisor) -> None:

@@ -40,6 +40,7 @@ from offbeat.processes.torchrun_rank import torchrun_rank
 from offbeat.processes.watchdog import Phase, ProgressBoard, Silence, StackFiles, Watchdog, innermost
 from offbeat.runs.run_folder import TIME_STAMP, FolderLock, RunDir, check_free, new_run_dir
 from offbeat.server.learner.connection import RunOverError
+from offbeat.server.remote.gateway import RemotePlan
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.supervisor import ServerPlan, Supervisor
 from offbeat.spec import count_of
@@ -106,6 +107,8 @@ class Start:
     hold: FolderLock | None = None  # on the run's folder
     ended: str | None = None  # nothing is left to train, and why; only the results are to be written
     hosts: tuple[str, ...] = ()  # the host of each learner, where there are several
+    remote: RemotePlan | None = None  # places for learners on other hosts
+    join_s: float | None = None  # after so long the run begins with whoever has joined
 
     @property
     def reduces(self) -> bool:
@@ -583,8 +586,11 @@ def _launcher(start: Start, body: Callable[[int], int], on_line: Callable[[str, 
         plan = LaunchPlan(body=body, environment=environment)
         return RankLauncher(plan, config.processes, on_line, private=True)
     extra = setting_of(config, start.checkpoint)
+    if start.remote is not None:
+        extra |= {"leaders": start.remote.first, "start_by_s": start.join_s}
     served = ServerPlan(
         setting=RunSetting(line=config.sync, learners=config.learners, shards=config.servers, **extra),
+        remote=start.remote,
         body=body,
         environment=environment,
         seed=config.seed,

@@ -77,7 +77,7 @@ class ServedTrainer(Trainer):
         learner.on_pause = self._on_pause
         learner.on_lease = self._on_lease
         loader: Any = self._loader()
-        learner.server_state = None if self.checkpoint is None else self.checkpoint.files["server"]
+        learner.server_state = None if self.checkpoint is None else self.checkpoint.files.get("server")
         self.set_rate(self._base)
         try:
             _, _, loader = learner.prepare(self.model, self.optimizer, loader, clip_norm=train.clip_norm or None)

@@ -293,10 +293,11 @@ class Coordinator:
         """When all are there, or the time has come, the first of them gives the initial weights."""
         here = self._here()
         due = self.setting.start_by_s is not None and self._at_s >= self.setting.start_by_s
-        if self.seeded or self.seeder is not None or not here or (len(here) < len(self.sessions) and not due):
+        able = self.pauses.able_to_lead(here)
+        if self.seeded or self.seeder is not None or not able or (len(here) < len(self.sessions) and not due):
             return
-        self.seeder = here[0].name
-        self._out.append(self._welcome(here[0]))
+        self.seeder = able[0].name
+        self._out.append(self._welcome(able[0]))
 
     def _here(self) -> list[LearnerSession]:
         return [session for session in self.sessions.values() if session.here]

@@ -101,6 +101,7 @@ class CoordinatorOptions:
     log: Path | None = None
     facts: dict[str, Any] | None = None  # of the run, for its log
     launched: bool = False  # learners are started, and started again, by the supervisor
+    learners_here: int | None = None  # those after them come from other hosts, and go as they like; None: all
     inside_items: int = 0  # a model of so many items or fewer, on one shard, is updated by the coordinator itself
 
 
@@ -674,12 +675,14 @@ class CoordinatorProcess:
     def _publish_quiet(self, machine: Coordinator) -> None:
         """In shared memory, whether all learners have left for good and the weights are the last ones."""
         assert self.arena is not None
+        here = self.options.learners_here
+        elsewhere = () if here is None else range(here, self.setting.learners)
         quiet = (
             not any(one.here for one in machine.sessions.values())
             and machine.seeded
             and machine.grants.idle
             # They will not come again: they said goodbye, or whoever starts learners says so.
-            and (not self.options.launched or machine.sessions.keys() <= self.left | self.ended)
+            and (not self.options.launched or machine.sessions.keys() <= self.left | self.ended | set(elsewhere))
         )
         if self.arena.quiet_word.get() != quiet:
             self.arena.quiet_word.set(int(quiet))

@@ -30,6 +30,7 @@ class Pauses:
     def __init__(self, setting: RunSetting) -> None:
         self.every = setting.pause_every
         self.at_epochs = setting.pause_epochs
+        self.leaders = setting.leaders or setting.learners
         self.due = False
         self.at_epoch_end = False  # this one is due since an epoch has ended
         self.number = 0  # of the pause that is due, or was last
@@ -95,11 +96,18 @@ class Pauses:
             return None
         if any(self.leads(session) for session in here):
             return None
+        able = self.able_to_lead(here)
+        lead = next((session for session in here if session.name in self.requesters), able[0] if able else None)
+        if lead is None:  # one that can is waited for
+            return None
         self.began_s = at_s if self.lead is None else self.began_s  # one that led and died: it goes on
-        lead = next((session for session in here if session.name in self.requesters), here[0])
         self.lead = lead.name
         self._told = self.at_epoch_end, self.end_requested
         return lead
+
+    def able_to_lead(self, sessions: Iterable[LearnerSession]) -> list[LearnerSession]:
+        """Those that have what it takes: the run's folder, and the state that a run goes on from."""
+        return [session for session in sessions if session.learner < self.leaders]
 
     def leads(self, session: LearnerSession) -> bool:
         return session.here and self.lead == session.name

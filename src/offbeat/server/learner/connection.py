@@ -370,13 +370,13 @@ class Connection:
 
     def __init__(
         self,
-        listener: str,
+        road: handshake.Road,
         token: str,
         learner: int,
         layout: ParameterLayout,
         on_pause: Callable[[EnterPause], bool] = lambda pause: False,
     ) -> None:
-        self.listener = listener
+        self._road = road
         self.handshake = handshake.Handshake(PROTOCOL, token, "learner", learner, handshake.versions(), layout)
         self.closed = False
         self.state = ConnectionState(learner, layout.digest, iter(lambda: secrets.randbits(62) + 1, 0))
@@ -402,7 +402,7 @@ class Connection:
         self, most_s: float, gone_s: float = _FIRST_S, answer_s: float = _FIRST_S
     ) -> tuple[socket.socket, handshake.Accept, Arena]:
         found, accepted, arena = handshake.keep_connecting(
-            self.listener,
+            self._road,
             self.handshake,
             most_s=most_s,
             gone_s=gone_s,
@@ -479,6 +479,7 @@ class Connection:
     def minibatch_begun(self) -> None:
         """From now on `is_cancelled` is about the minibatch that the state has begun."""
         self._stamp = stamp(self.state.incarnation, self.state.seq)
+        self.arena.minibatch_begun(self._stamp)
 
     def is_cancelled(self) -> bool:
         """Whether the minibatch that is open is not wanted: two comparisons, of a shared word and of our own."""
@@ -592,6 +593,7 @@ class Connection:
             self.socket.shutdown(socket.SHUT_RDWR)
         self._thread.join(2.0)
         self.socket.close()
+        self._road.close()
 
 
 def _close_in_children(connection: Connection) -> None:

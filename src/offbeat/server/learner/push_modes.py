@@ -23,12 +23,11 @@ from torch import Tensor
 from offbeat.errors import OffbeatError
 from offbeat.leases import Lease
 from offbeat.policies import LearnerRule
+from offbeat.server.arena import Pieces
 from offbeat.server.learner.connection import Connection, ConnectionState
 from offbeat.server.learner.gradient_hooks import GradientSink
 from offbeat.server.parameter_layout import DTYPES, ModelTensors, views, write_tensors
 from offbeat.server.wire import Go, Hyper, Weights
-
-Pieces = tuple[tuple[int, int], ...]  # where weights are: buffer and version of each shard that has its own
 
 
 class PushReport(NamedTuple):
@@ -105,7 +104,7 @@ class PushMode(GradientSink):
             go = self.wait_for_go()
             incarnation = self.state.incarnation
             if go.pieces:
-                self.load(go.pieces, extra=extra)
+                self.load(self.arena.awaited(go.pieces, incarnation, go.pin), extra=extra)
                 self.loaded = (incarnation, go.pin)
                 if not self.arena.setting.in_place:  # else the buffer is its own until its next push
                     self.connection.say(ConnectionState.fetched, go.pin)
@@ -131,9 +130,9 @@ class PushMode(GradientSink):
 
     def load_last(self) -> None:
         """The weights at the end of the run, when nobody changes them any more."""
-        words = self.arena.committed
-        self.load(tuple((buffer.get(), version.get()) for version, buffer in words), extra=False)
-        self.version = min(version.get() for version, _ in words)
+        pieces = self.arena.last()
+        self.load(pieces, extra=False)
+        self.version = min(version for _, version in pieces)
         self.detach()
 
     def epoch_ended(self) -> None:
@@ -423,7 +422,7 @@ class AsyncPushFetch(PushMode):
                     continue
             wanted = outgoing.incarnation == self.state.incarnation
             if wanted:
-                self.arena.slots[self.state.slot].copy_(outgoing.vector)
+                self.arena.put(self.state.slot, outgoing.vector)
             with self._changed:
                 self._spare = outgoing.vector
                 self._changed.notify_all()
@@ -431,7 +430,7 @@ class AsyncPushFetch(PushMode):
                 self.push(outgoing.report, version=outgoing.version)
                 go = self.wait_for_go()
                 if go.pieces:  # it was given up or away, and has joined again
-                    self._stage(go.pieces, go.version, go.pin)
+                    self._stage(go)
             with self._changed:
                 self._under_way -= 1
                 self._changed.notify_all()
@@ -445,21 +444,21 @@ class AsyncPushFetch(PushMode):
             self.connection.say(ConnectionState.request_weights)
             found = self.connection.wait(lambda state: state.answer_or_again(Weights), "weights")
             if isinstance(found, Weights):
-                self._stage(found.pieces, found.version, found.pin)
+                self._stage(found)
             else:  # it was given up meanwhile
                 self._wanted.set()
 
-    def _stage(self, pieces: Pieces, version: int, pin: int) -> None:
-        """Copy the weights beside, for the next minibatch to begin with."""
-        incarnation = self.state.incarnation
+    def _stage(self, told: Go | Weights) -> None:
+        """Copy the weights that it names beside, for the next minibatch to begin with."""
+        incarnation, pin = told.incarnation, told.pin
         with self._stages:
             with self._changed:
                 taken = (self._reading, None if self._staged is None else self._staged.vector)
                 vector = next(one for one in self._staging if all(one is not other for other in taken))
-            self.arena.gather(pieces, out=vector)
+            self.arena.gather(self.arena.awaited(told.pieces, incarnation, pin), out=vector)
             self.received_bytes += vector.nbytes
             self.connection.say(ConnectionState.fetched, pin)
             with self._changed:
                 newer = self._staged is None or (incarnation, pin) > self._staged.loaded
                 if newer and not self.connection.is_fenced(incarnation):
-                    self._staged = _StagedWeights(vector, version, (incarnation, pin))
+                    self._staged = _StagedWeights(vector, told.version, (incarnation, pin))

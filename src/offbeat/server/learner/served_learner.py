@@ -31,6 +31,7 @@ from offbeat.errors import OffbeatError, PeerError, RequestError
 from offbeat.leases import Answer, Lease
 from offbeat.policies import create
 from offbeat.server.coordinator.group_calls import GAVE_UP
+from offbeat.server.handshake import Road
 from offbeat.server.learner import leased_loader
 from offbeat.server.learner.connection import A, Again, Connection, ConnectionState
 from offbeat.server.learner.gradient_hooks import Cancelled, Hooks
@@ -51,6 +52,7 @@ from offbeat.server.parameter_layout import (
     state_to_vectors,
     write_tensors,
 )
+from offbeat.server.remote.remote_road import RemoteRoad, road_to
 from offbeat.server.shard import optimizers
 from offbeat.server.wire import MOST_DATA_BYTES, EnterPause, Granted, GroupCallAnswer, Hyper, Message
 
@@ -95,6 +97,7 @@ class ServedLearner(Learner):
         self.on_pause: Callable[[EnterPause], bool] | None = None  # what is to be done in a pause; True ends the run
         self.on_lease: LeaseHook = _ignore_lease  # told when the loader waits for samples, and when it has some
         self.server_state: Mapping[str, Tensor] | None = None  # set before `prepare`: a `snapshot` to go on from
+        self._road: Road | None = None
         self._connection: Connection | None = None
         self._mode: PushMode | None = None
         self._hooks: Hooks | None = None
@@ -139,7 +142,8 @@ class ServedLearner(Learner):
             clip_norm=clip_norm or 0.0,
             in_place=in_place,
         )
-        connection = self._connection = Connection(self._listener, self._token, self.number, layout, self._in_pause)
+        road = self._road = road_to(self._listener, self._token, self.number)
+        connection = self._connection = Connection(road, self._token, self.number, layout, self._in_pause)
         self._trains = model, optimizer
         plain = PushGradientInPlace if in_place else PushGradient
         kind = PushDelta if delta else AsyncPushFetch if fetches else plain
@@ -476,6 +480,11 @@ class ServedLearner(Learner):
         """The servers' weights, in a pause that this learner leads, into a model of the same kind."""
         arena = self._ready()[0].arena
         write_tensors(arena.current()["weights"], model_tensors(model, optimizer)[0].trained)
+
+    def hand_in(self, pause: int, part: bytes) -> None:
+        """From another host: what the one who leads a pause is to have of this learner."""
+        if isinstance(self._road, RemoteRoad):
+            self._road.hand_in(pause, part)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 

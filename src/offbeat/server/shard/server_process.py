@@ -120,7 +120,9 @@ def serve(name: str, token: str, shard: int, generation: int) -> None:
 def _connect(name: str, own: handshake.Handshake) -> tuple[socket.socket, Arena]:
     """To the coordinator, or to one that takes its place."""
     try:
-        connection, _, arena = handshake.keep_connecting(name, own, most_s=_AGAIN_S, gone_s=_NOBODY_S)
+        connection, _, arena = handshake.keep_connecting(
+            handshake.LocalRoad(name), own, most_s=_AGAIN_S, gone_s=_NOBODY_S
+        )
     except PeerError:
         raise SystemExit(0) from None  # there is nobody any more
     return connection, arena

@@ -1,0 +1,335 @@
+"""The gateway: the run's port for learners on other hosts. It gives them their places, and each a road process.
+
+A run has a fixed number of places for learners; those from `first` on are for other hosts. A host asks for some of them
+(ENTER) and is told what the run is; its learners then connect, four connections each. A place belongs to the host that
+asked for it as long as its learner is connected, and `KEPT_S` longer; then whoever asks may have it.
+
+What a joining host is told beside that (`RemotePlan.told` and `files`) is the business of whoever starts the run: this
+file only carries it.
+
+The gateway keeps nothing that is needed to go on: when it is killed its road processes end with it, the learners
+connect to the next one, say which places they had, and join again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from offbeat.errors import OffbeatError, PeerError, RequestError
+from offbeat.network.connections import AnyConnection, Place
+from offbeat.network.keys import RunKey
+from offbeat.network.port import Guest, Port, dial, raw_of, receive_all, send_all
+from offbeat.network.streams import ClosedError
+from offbeat.processes.child import ChildProcess, fork
+from offbeat.server import handshake
+from offbeat.server.remote.frames import (
+    GREETING_BYTES,
+    LEARNER_CHANNELS,
+    PIECE_BYTES,
+    PROTOCOL,
+    Channel,
+    FrameError,
+    Greeting,
+    Header,
+    Kind,
+    unpack_greeting,
+)
+from offbeat.server.remote.road_process import RoadOptions, RoadProcess
+from offbeat.spec import count_of
+
+KEPT_S = 5.0
+COMPLETE_S = 10.0  # for the four connections of a learner
+ENTER_S = 10.0  # for a host to take the next bytes of its answer
+MOST_SESSIONS = 1024  # of which some connections have come, and not all
+_POLL_S = 0.25
+MOST_ENTRY_BYTES = 1 << 20
+_SIZE_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemotePlan:
+    """Places for learners on other hosts: those from `first` on."""
+
+    listener: socket.socket
+    key: RunKey | None
+    first: int
+    told: bytes = b""  # to a host that joins
+    files: Mapping[int, bytes] = field(default_factory=dict)  # what a learner had when the run was saved
+    hand_in: Callable[[int, int, bytes], None] = lambda pause, learner, part: None
+
+
+class Entered(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="entered"):
+    """The answer to a host: its places, and what the run is; or why not. The files of its learners follow."""
+
+    protocol: int
+    version: str
+    refused: str = ""
+    places: tuple[int, ...] = ()
+    learners: int = 0  # of the run
+    line: str = ""
+    seed: int = 0
+    told: bytes = b""
+    sizes: tuple[int, ...] = ()  # of the files
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decoder = msgspec.msgpack.Decoder(Entered)
+
+
+class Places:
+    """Which host has which place; see the module's text. No clock: times are given."""
+
+    def __init__(self, first: int, learners: int) -> None:
+        self._numbers = range(first, learners)
+        self._host: dict[int, bytes] = {}
+        self._until_s: dict[int, float] = {}  # where nobody is connected: kept until then
+        self._busy: set[int] = set()
+
+    def take(self, host: bytes, count: int, now_s: float) -> tuple[int, ...]:
+        """Places for a host: those that it had, then others; as many as there are."""
+        mine = [number for number in self._numbers if self._host.get(number) == host]
+        free = [number for number in self._numbers if number not in mine and self._is_free(number, b"", now_s)]
+        free.sort(key=lambda number: number in self._host)  # first those that nobody has had
+        taken = tuple(sorted((*mine, *free)[:count]))
+        for number in taken:
+            self._host[number], self._until_s[number] = host, now_s + KEPT_S
+        return taken
+
+    def _is_free(self, number: int, host: bytes, now_s: float) -> bool:
+        if self._host.get(number) == host:
+            return True
+        return number not in self._busy and now_s >= self._until_s.get(number, 0.0)
+
+    def admit(self, number: int, host: bytes, now_s: float) -> str:
+        """A learner of this host comes to its place; why not, if it may not."""
+        if number not in self._numbers:
+            return (
+                f"learner {number} has no place for another host; those are {self._numbers[0]} to {self._numbers[-1]}"
+            )
+        if not self._is_free(number, host, now_s):
+            return f"the place of learner {number} was given to another host"
+        self._host[number] = host
+        self._busy.add(number)
+        return ""
+
+    def left(self, number: int, now_s: float) -> None:
+        """Its learner is not connected any more."""
+        self._busy.discard(number)
+        self._until_s[number] = now_s + KEPT_S
+
+
+class Gateway:
+    """See the module's text."""
+
+    def __init__(
+        self,
+        plan: RemotePlan,
+        *,
+        coordinator: str,
+        token: str,
+        learners: int,
+        line: str,
+        seed: int,
+        supervisor: socket.socket,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.plan, self.coordinator, self.token = plan, coordinator, token
+        self.learners, self.line, self.seed, self.tell = learners, line, seed, tell
+        self._supervisor = supervisor
+        self._port = Port(plan.listener, plan.key, GREETING_BYTES)
+        self._places = Places(plan.first, learners)
+        self._sessions: dict[bytes, tuple[float, dict[Channel, AnyConnection], Greeting, str]] = {}
+        self._roads: dict[int, ChildProcess] = {}
+        self._answers: list[ChildProcess] = []
+
+    def serve(self) -> None:
+        """Until the supervisor is gone."""
+        while True:
+            guests = self._port.poll(_POLL_S, [child.pidfd for child in self._roads.values()])
+            now_s = time.monotonic()
+            for number, child in list(self._roads.items()):
+                if _has_ended(child):
+                    self._reap(number, now_s)
+            for child in [one for one in self._answers if _has_ended(one)]:
+                child.wait()
+                self._answers.remove(child)
+            for guest in guests:
+                try:
+                    self._welcome(guest, now_s)
+                except (OffbeatError, OSError, ClosedError):  # a stranger, or one that has gone again
+                    raw_of(guest.connection).close()
+            for session, (since_s, connections, _, _) in list(self._sessions.items()):
+                if now_s - since_s > COMPLETE_S:
+                    self._forget(session, connections)
+
+    def _welcome(self, guest: Guest, now_s: float) -> None:
+        greeting = unpack_greeting(guest.greeting)
+        if greeting.channel is Channel.ENTER:
+            self._enter(guest, greeting, now_s)
+            return
+        if len(self._sessions) >= MOST_SESSIONS:
+            oldest = next(iter(self._sessions))
+            self._forget(oldest, self._sessions[oldest][1])
+        _, connections, first, _ = self._sessions.setdefault(greeting.session, (now_s, {}, greeting, guest.address))
+        if greeting.channel in connections or (greeting.learner, greeting.host) != (first.learner, first.host):
+            raise FrameError("a connection of another learner")
+        connections[greeting.channel] = guest.connection
+        if len(connections) == len(LEARNER_CHANNELS):
+            del self._sessions[greeting.session]
+            self._start_road(greeting, connections, guest.address, now_s)
+
+    def _forget(self, session: bytes, connections: Mapping[Channel, AnyConnection]) -> None:
+        del self._sessions[session]
+        for one in connections.values():
+            raw_of(one).close()
+
+    # --- hosts ------------------------------------------------------------------------------------------------------
+
+    def _enter(self, guest: Guest, greeting: Greeting, now_s: float) -> None:
+        """Give a host its places. The answer is sent by a process of its own: nobody waits for a slow one."""
+        places = self._places.take(greeting.host, greeting.learner, now_s)
+        files = [self.plan.files.get(number, b"") for number in places]
+        many = self.learners - self.plan.first
+        why = "" if places else f"all {many} places for learners on other hosts are taken; use a larger --remote"
+        answer = Entered(
+            protocol=PROTOCOL,
+            version=handshake.versions(),
+            refused=why,
+            places=places,
+            learners=self.learners,
+            line=self.line,
+            seed=self.seed,
+            told=self.plan.told if places else b"",
+            sizes=tuple(map(len, files)),
+        )
+
+        def send() -> None:
+            with contextlib.suppress(OSError):
+                raw_of(guest.connection).settimeout(ENTER_S)
+                send_all(guest.connection, [_sized(_encode(answer)), *files])
+
+        name = f"answer to {guest.address}"
+        self._answers.append(fork(name, send, keep={raw_of(guest.connection).fileno()}, captured=False))
+        raw_of(guest.connection).close()
+        if places:
+            self.tell(f"{guest.address} joins with {count_of(len(places), 'learner')}: {', '.join(map(str, places))}")
+
+    # --- learners ---------------------------------------------------------------------------------------------------
+
+    def _start_road(
+        self, greeting: Greeting, connections: Mapping[Channel, AnyConnection], address: str, now_s: float
+    ) -> None:
+        number = greeting.learner
+        why = self._places.admit(number, greeting.host, now_s)
+        if why:
+            data = handshake.encode_accept(handshake.Accept(refused=why, taken=number >= self.plan.first))
+            with contextlib.suppress(OSError):
+                header = Header(Kind.MESSAGE, size=len(data))
+                send_all(connections[Channel.DOWN_CONTROL], [header.pack(), data])
+        else:
+            if number in self._roads:  # it comes again before we have seen that it was gone
+                self._roads[number].kill()
+                self._reap(number, now_s)
+                self._places.admit(number, greeting.host, now_s)
+            options = RoadOptions(
+                learner=number,
+                coordinator=self.coordinator,
+                token=self.token,
+                hand_in=self.plan.hand_in,
+                tell=self.tell,
+            )
+            keep = {raw_of(one).fileno() for one in connections.values()} | {self._supervisor.fileno()}
+            self._roads[number] = fork(
+                f"road of learner {number} ({address})",
+                lambda: RoadProcess(options, connections).serve(),
+                keep=keep,
+                captured=False,
+            )
+        for one in connections.values():
+            raw_of(one).close()
+
+    def _reap(self, number: int, now_s: float) -> None:
+        self._roads.pop(number).wait()
+        self._places.left(number, now_s)
+
+
+def _has_ended(child: ChildProcess) -> bool:
+    found = os.waitid(os.P_PIDFD, child.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    return found is not None
+
+
+# --- the side of a host that joins ------------------------------------------------------------------------------------
+
+
+def enter(
+    place: Place, key: RunKey | None, host: bytes, learners: int, timeout_s: float
+) -> tuple[Entered, AnyConnection]:
+    """Ask for places. `RequestError` if there are none, `PeerError` where the run cannot be reached.
+
+    The files of the learners follow on the connection (`receive_files`), which the caller closes.
+    """
+    greeting = Greeting(Channel.ENTER, learners, host, secrets.token_bytes(16))
+    one = dial(place, key, greeting.pack(), timeout_s)
+    try:
+        raw_of(one).settimeout(timeout_s)
+        answer = _receive_answer(one)
+        if answer.protocol != PROTOCOL or answer.version != handshake.versions():
+            raise RequestError(
+                f"the run uses {answer.version}, but this host has {handshake.versions()}; use the same versions "
+                "everywhere"
+            )
+        if answer.refused:
+            raise RequestError(f"the run refused this host: {answer.refused}")
+        return answer, one
+    except BaseException as error:
+        raw_of(one).close()
+        if isinstance(error, ClosedError | OSError):
+            raise PeerError(f"the run closed the connection; is the key the same? ({error})") from None
+        raise
+
+
+def receive_files(one: AnyConnection, sizes: Sequence[int], most_bytes: int) -> list[bytes]:
+    """What the learners of this host had when the run was saved. Memory grows with what has come, up to a limit."""
+    if sum(sizes) > most_bytes:
+        raise PeerError(
+            f"the run sends {sum(sizes):,} bytes of saved state, more than the {most_bytes:,} of this model"
+        )
+    files, room = [], memoryview(bytearray(PIECE_BYTES))
+    try:
+        for size in sizes:
+            data = bytearray()
+            while len(data) < size:
+                piece = room[: min(PIECE_BYTES, size - len(data))]
+                receive_all(one, piece)
+                data += piece
+            files.append(bytes(data))
+    except (ClosedError, OSError) as error:
+        raise PeerError(f"the connection broke while saved state was sent ({error})") from None
+    return files
+
+
+def _sized(data: bytes) -> bytes:
+    if len(data) > MOST_ENTRY_BYTES:
+        raise OffbeatError(f"what joining hosts are told has {len(data)} bytes; the limit is {MOST_ENTRY_BYTES}")
+    return len(data).to_bytes(_SIZE_BYTES, "little") + data
+
+
+def _receive_answer(one: AnyConnection) -> Entered:
+    room = memoryview(bytearray(MOST_ENTRY_BYTES))
+    receive_all(one, room[:_SIZE_BYTES])
+    size = int.from_bytes(room[:_SIZE_BYTES], "little")
+    if size > MOST_ENTRY_BYTES:
+        raise PeerError(f"the run's answer of {size} bytes exceeds the limit of {MOST_ENTRY_BYTES}")
+    receive_all(one, room[:size])
+    try:
+        return _decoder.decode(room[:size])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise PeerError("the run's answer cannot be read") from None

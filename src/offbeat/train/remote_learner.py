@@ -1,0 +1,282 @@
+"""Learners of a training on other hosts: the places that a run has for them, and a host that fills some.
+
+    open_places    on the host of the run: what a joining host needs to know
+    join_training  on a joining host: ask for places, make model and data, fork the learners, watch them
+
+What travels is typed: the configuration, where the run stands, and what a learner had when the run was saved, as
+safetensors. Data is not sent: the joining host finds it by its name, or is refused with the command that installs it.
+Weights come from the servers. A learner here neither evaluates nor saves; what it hands in for that is sent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from offbeat.errors import OffbeatError, PeerError, RequestError
+from offbeat.machine import available_bytes
+from offbeat.network import keys
+from offbeat.network.connections import Place
+from offbeat.network.port import check_trust, format_place, listen, parse_place, raw_of
+from offbeat.processes.launcher import Launcher, LaunchPlan, thread_environment
+from offbeat.processes.signals import SignalHandler, terminable
+from offbeat.runs.run_folder import RunDir
+from offbeat.server.handshake import PlaceTakenError
+from offbeat.server.learner.connection import RunOverError
+from offbeat.server.remote.gateway import Entered, RemotePlan, enter, receive_files
+from offbeat.server.remote.remote_road import SCHEME
+from offbeat.server.supervisor import MOST_RESTARTS
+from offbeat.server.wire import EnterPause
+from offbeat.train.checkpoint import Checkpoint
+from offbeat.train.config import Config
+from offbeat.train.config_files import as_json, changed, from_json
+from offbeat.train.launch import Start, check_device, learners_here
+from offbeat.train.recompute import recomputing
+from offbeat.train.served_trainer import ServedTrainer
+from offbeat.train.tasks import Task, task_of
+
+ENTER_S = 10.0
+AGAIN_S = 2.0  # between two requests for a place, where all are taken
+_STATE_SPARE_BYTES = 16 << 20  # of saved state, beside what grows with memory
+_LEARNER = "learner-{}"
+
+
+# --- the host of the run ----------------------------------------------------------------------------------------------
+
+
+def open_port(address: str) -> socket.socket:
+    """Listen there, before anything else is done. `RequestError` where that cannot be, or must not be without a key."""
+    place = parse_place(address, "--listen")
+    check_trust(place, keys.key_of(), is_open=keys.is_open(), what="--listen")
+    return listen(place, "--listen")
+
+
+def open_places(start: Start, listener: socket.socket, remote: int, join_s: float | None) -> Start:
+    """Places for so many learners from other hosts, and what these are told."""
+    checkpoint, run = start.checkpoint, start.run
+    told = {
+        "config": json.loads(as_json(start.config)),
+        "segment": start.segment,
+        "checkpoint": None if checkpoint is None else {"update": checkpoint.update, "state": checkpoint.state},
+    }
+    first = start.config.learners - remote
+    saved = {} if checkpoint is None else checkpoint.files
+    files = {
+        number: safetensors.torch.save(dict(saved[_LEARNER.format(number)]))
+        for number in range(first, start.config.learners)
+        if _LEARNER.format(number) in saved
+    }
+    plan = RemotePlan(
+        listener=listener,
+        key=keys.key_of(),
+        first=first,
+        told=json.dumps(told).encode(),
+        files=files,
+        hand_in=run.hand_in,
+    )
+    return replace(start, remote=plan, join_s=join_s)
+
+
+# --- a host that joins ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedRun:
+    """What a run has told this host, and what its learners need."""
+
+    place: Place
+    host: bytes
+    entered: Entered
+    config: Config
+    task: Task
+    checkpoint: Checkpoint | None
+    segment: int
+
+
+def enter_run(address: str, learners: int | None) -> JoinedRun:
+    """Ask a run for places, and make its model and data here. Nothing is started yet."""
+    place, key = parse_place(address, "--join"), keys.key_of()
+    check_trust(place, key, is_open=keys.is_open(), what="--join")
+    host = secrets.token_bytes(16)
+    entered, one = enter(place, key, host, learners or _devices(), ENTER_S)
+    try:
+        told, where = json.loads(entered.told), f"what {format_place(place)} says"
+        config = from_json(json.dumps(told["config"]), where)
+        most = _STATE_SPARE_BYTES + (available_bytes() or 0) // 2
+        files = receive_files(one, entered.sizes, most)
+    except (ValueError, KeyError, TypeError):
+        raise PeerError(f"{format_place(place)} is not a run of `offbeat train`, or of another version") from None
+    finally:
+        raw_of(one).close()
+    check_device(config.device)
+    torch.set_num_threads(1)
+    made = task_of(config)
+    task = recomputing(made) if config.train.recompute else made
+    checkpoint = None
+    if told["checkpoint"] is not None:
+        saved = {_LEARNER.format(n): _parsed(data) for n, data in zip(entered.places, files, strict=True) if data}
+        checkpoint = Checkpoint(
+            path=Path("checkpoint"),
+            update=told["checkpoint"]["update"],
+            state=told["checkpoint"]["state"],
+            files={"weights": {}, **saved},
+        )
+    return JoinedRun(
+        place=place,
+        host=host,
+        entered=entered,
+        config=config,
+        task=task,
+        checkpoint=checkpoint,
+        segment=int(told["segment"]),
+    )
+
+
+def _devices() -> int:
+    """As many learners as there are devices: GPUs, or cores up to a few."""
+    return learners_here(changed(Config(), {"device": "auto"}))
+
+
+def _parsed(data: bytes) -> Mapping[str, Tensor]:
+    try:
+        return safetensors.torch.load(data)
+    except (safetensors.SafetensorError, ValueError, KeyError):
+        raise PeerError("the saved state of a learner cannot be read") from None
+
+
+class RemoteTrainer(ServedTrainer):
+    """A learner of a training whose folder and servers are on another host."""
+
+    def load_trained(self, weights: Mapping[str, Tensor]) -> None:
+        """Nothing: the weights come from the servers."""
+
+    def _on_pause(self, pause: EnterPause) -> bool:
+        if not pause.lead:
+            self.learner.hand_in(pause.number, self.own_part().encode())
+        return False
+
+
+class _HostLauncher(Launcher):
+    """The learners of this host, at the places that the run has given them."""
+
+    def __init__(self, run: JoinedRun, plan: LaunchPlan, on_line: Callable[[str, str], None]) -> None:
+        super().__init__(plan, len(run.entered.places), on_line)
+        self._run = run
+
+    def name_of(self, learner: int) -> str:
+        return f"learner {self._run.entered.places[learner]}"
+
+    def environment_of(self, learner: int) -> dict[str, str]:
+        entered = self._run.entered
+        return {
+            "OFFBEAT_ADDRESS": f"{SCHEME}{format_place(self._run.place)}",
+            "OFFBEAT_TOKEN": self._run.host.hex(),
+            "OFFBEAT_SYNC": entered.line,
+            "OFFBEAT_LEARNER": str(entered.places[learner]),
+            "OFFBEAT_LEARNERS": str(entered.learners),
+        }
+
+
+def join_training(run: JoinedRun, on_line: Callable[[str, str], None]) -> dict[int, int]:
+    """Be learners of a run until it ends; their exit codes, by place. A signal lets them leave: others compute what
+    they had begun. A second one ends them at once.
+    """
+    with tempfile.TemporaryDirectory(prefix="offbeat-work-") as folder, terminable(noted=1) as signals:
+        plan = LaunchPlan(
+            body=lambda learner: _learn(run, run.entered.places[learner], Path(folder)),
+            environment={**os.environ, **thread_environment(run.config.train.threads)},
+            restarts=MOST_RESTARTS,
+        )
+        told = False
+
+        def check() -> None:
+            nonlocal told
+            if signals.received and not told:
+                told = True
+                launcher.ask_to_end()
+
+        with _HostLauncher(run, plan, on_line) as launcher:
+            launcher.start()
+            launcher.watch(check)
+        exits = {run.entered.places[learner]: code for learner, code in launcher.exits.items()}
+        return {place: 0 if told and code in (143, 130, -15) else code for place, code in sorted(exits.items())}
+
+
+def _learn(run: JoinedRun, number: int, folder: Path) -> int:
+    """One learner, in a process of its own; its exit code."""
+    SignalHandler().install()  # one unwinds, so that the learner says goodbye
+    seen = 0
+    while True:
+        try:
+            trainer = RemoteTrainer(
+                run.config,
+                run.task,
+                RunDir(folder),
+                number=number,
+                learners=run.entered.learners,
+                report=_report,
+                checkpoint=run.checkpoint,
+                segment=run.segment,
+            )
+            try:
+                trainer.fit()
+            finally:
+                seen += trainer.seen
+        except PlaceTakenError:
+            number = _enter_again(run)
+            print(f"its place was taken meanwhile; joins again as learner {number}", flush=True)
+            continue
+        except RunOverError:
+            pass
+        except OffbeatError as error:
+            print(f"offbeat: {error}", file=sys.stderr, flush=True)
+            return error.exit_code
+        print(f"the run has ended; computed {seen} samples", flush=True)
+        return 0
+
+
+def _report(record: Mapping[str, Any]) -> None:
+    if record["kind"] == "note":
+        print(record["text"], flush=True)
+
+
+def _enter_again(run: JoinedRun) -> int:
+    """Another place for a learner whose own was taken, as soon as there is one. `PeerError` when the run is gone."""
+    host, key = secrets.token_bytes(16), keys.key_of()
+    while True:
+        try:
+            entered, one = enter(run.place, key, host, 1, ENTER_S)
+        except RequestError:  # all are taken
+            time.sleep(AGAIN_S)
+            continue
+        raw_of(one).close()
+        os.environ |= {"OFFBEAT_TOKEN": host.hex(), "OFFBEAT_LEARNER": str(entered.places[0])}
+        return entered.places[0]
+
+
+def check_places(run: JoinedRun, wanted: int | None) -> str:
+    """What is to be told where there were fewer places than this host wanted."""
+    got = len(run.entered.places)
+    if wanted is not None and got < wanted:
+        return f"the run had {got} free places instead of {wanted}"
+    return ""
+
+
+def describe(run: JoinedRun) -> str:
+    """What this host has joined, in one line."""
+    places = ", ".join(map(str, run.entered.places))
+    return f"joined {run.config.name} ({run.entered.line}) as learner {places} of {run.entered.learners}"

@@ -1,0 +1,199 @@
+"""The small parts of learners on other hosts: what waits to be sent, who has which place, how long is silent."""
+
+from __future__ import annotations
+
+import torch
+
+from offbeat.server.arena import stamp
+from offbeat.server.parameter_layout import ParameterLayout
+from offbeat.server.remote.frames import PIECE_BYTES, Header, Kind, Region, Words
+from offbeat.server.remote.gateway import KEPT_S, Places
+from offbeat.server.remote.remote_arena import RemoteArena
+from offbeat.server.remote.remote_road import Outgoing
+from offbeat.server.remote.road_process import HeartbeatLimit
+from offbeat.server.run_setting import RunSetting
+
+SLOT = memoryview(bytes(range(256)) * 8192)  # 2 MiB
+MESSAGE = Header(Kind.MESSAGE, size=4)
+
+
+def write(start: int, end: int, minibatch: int = 1) -> Header:
+    return Header(Kind.WRITE, Region.GRADIENT, 0, end - start, minibatch, start)
+
+
+def sent(out: Outgoing, cancelled: int = 0) -> list[tuple[Kind, int, int]]:
+    """Kind, offset and size of every frame that waits."""
+    found = []
+    while (frame := out.next(cancelled)) is not None:
+        header, payload = frame
+        assert len(payload) == header.size
+        found.append((header.kind, header.offset, header.size))
+    return found
+
+
+# --- what waits to be sent --------------------------------------------------------------------------------------------
+
+
+def test_layers_that_lie_side_by_side_are_sent_as_one_and_the_message_after_them() -> None:
+    out = Outgoing()
+    for start, end in ((900, 1000), (500, 900), (0, 500)):  # as backward fills them
+        out.write(write(start, end), SLOT)
+    out.add(MESSAGE, b"push")
+    assert sent(out) == [(Kind.WRITE, 0, 1000), (Kind.MESSAGE, 0, 4)]
+
+
+def test_a_layer_that_changes_while_it_waits_is_sent_once() -> None:
+    out = Outgoing()
+    out.write(write(0, 100), SLOT)
+    out.write(write(0, 100), SLOT)
+    assert sent(out) == [(Kind.WRITE, 0, 100)]
+
+
+def test_large_layers_are_sent_in_pieces() -> None:
+    out = Outgoing()
+    out.write(write(0, 2 * PIECE_BYTES + 5), SLOT)
+    assert sent(out) == [
+        (Kind.WRITE, 0, PIECE_BYTES),
+        (Kind.WRITE, PIECE_BYTES, PIECE_BYTES),
+        (Kind.WRITE, 2 * PIECE_BYTES, 5),
+    ]
+
+
+def test_what_is_left_of_a_cancelled_gradient_is_not_sent_but_its_message_is() -> None:
+    out = Outgoing()
+    out.write(write(0, 3 * PIECE_BYTES, minibatch=4), SLOT)
+    out.add(MESSAGE, b"push")
+    first = out.next(3)
+    assert first is not None and first[0].offset == 0
+    out.write(write(0, 100, minibatch=5), SLOT)
+    assert sent(out, cancelled=4) == [(Kind.MESSAGE, 0, 4), (Kind.WRITE, 0, 100)]
+
+
+def test_a_message_that_is_said_again_while_it_waits_is_sent_once() -> None:
+    out = Outgoing()
+    out.add(MESSAGE, b"push")
+    out.add(MESSAGE, b"push")
+    out.add(MESSAGE, b"stop")
+    assert len(sent(out)) == 2
+
+
+# --- the learner's memory ---------------------------------------------------------------------------------------------
+
+
+def arena_of() -> RemoteArena:
+    table = ParameterLayout(
+        sizes=(6, 10),
+        groups=(0, 0),
+        extra=3,
+        dtype="float32",
+        gradients="float32",
+        rule="sgd",
+        states=("momentum_buffer",),
+        clip_norm=0.0,
+        in_place=False,
+        digest="x",
+    )
+    return RemoteArena(table, RunSetting(line="async", learners=3), 2)
+
+
+class Kept:
+    """An uplink that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.writes: list[Header] = []
+        self.reads: list[tuple[int, int]] = []
+
+    def write(self, header: Header, region: memoryview) -> None:
+        self.writes.append(header)
+
+    def read(self, number: int, reading: int) -> None:
+        self.reads.append((number, reading))
+
+
+def test_filling_a_layer_sends_it_as_a_part_of_its_minibatch() -> None:
+    arena, uplink = arena_of(), Kept()
+    arena.connected(uplink)
+    arena.minibatch_begun(stamp(2, 9))
+    arena.fill(2, 1, torch.ones(2, 5))
+    arena.clear(2, (0,))
+    assert uplink.writes == [
+        Header(Kind.WRITE, Region.GRADIENT, 0, 40, stamp(2, 9), 24),
+        Header(Kind.WRITE, Region.GRADIENT, 0, 24, stamp(2, 9), 0),
+    ]
+    assert arena.slots[0].tolist() == [0.0] * 6 + [1.0] * 10
+
+
+def test_weights_are_waited_for_and_a_broken_connection_ends_the_incarnation() -> None:
+    arena = arena_of()
+    arena.connected(Kept())
+    arena.welcome(4)
+    arena.place(Header(Kind.DATA, Region.WEIGHTS, 1, 4, 11, 8))[:] = torch.tensor([2.5]).numpy().tobytes()
+    arena.ended(4, 11)
+    assert arena.awaited(((0, 3),), 4, 11) == ((1, 3),)
+    assert arena.weights[1][2] == 2.5
+    cancel, fence, _ = arena.learner_words[2]
+    assert fence.get() < 4 and cancel.get() < stamp(4, 1)
+    arena.lost()
+    assert arena.awaited(((0, 3),), 4, 12) == ((0, 3),)  # does not wait for what cannot come
+    assert fence.get() == 4 and stamp(4, 2**40 - 1) <= cancel.get() < stamp(5, 1)
+
+
+def test_words_are_not_taken_back() -> None:
+    arena = arena_of()
+    arena.set_words(Words(stamp(2, 5), 1, 0, 9))
+    arena.set_words(Words(stamp(2, 4), 0, 1, 10))
+    cancel, fence, _ = arena.learner_words[2]
+    assert (cancel.get(), fence.get()) == (stamp(2, 5), 1)
+    assert (arena.quiet_word.get(), arena.committed[0][0].get()) == (1, 10)
+
+
+# --- places -----------------------------------------------------------------------------------------------------------
+
+A, B = b"a" * 16, b"b" * 16
+
+
+def test_hosts_get_places_as_long_as_there_are_some() -> None:
+    places = Places(1, 4)
+    assert places.take(A, 2, 0.0) == (1, 2)
+    assert places.take(B, 2, 0.0) == (3,)
+    assert places.take(b"c" * 16, 1, 0.0) == ()
+    assert places.take(A, 2, 0.0) == (1, 2)  # the same again
+
+
+def test_a_place_is_kept_for_its_host_while_its_learner_is_there_and_some_time_longer() -> None:
+    places = Places(1, 2)
+    places.take(A, 1, 0.0)
+    assert places.admit(1, A, 1.0) == ""
+    later_s = 10 * KEPT_S
+    assert places.take(B, 1, later_s) == ()
+    assert "was given to another host" in places.admit(1, B, later_s)
+    places.left(1, later_s)
+    assert places.take(B, 1, later_s + KEPT_S - 1) == ()
+    assert places.admit(1, A, later_s + 1) == ""  # it came back in time
+    places.left(1, later_s + 2)
+    assert places.take(B, 1, later_s + 2 + KEPT_S) == (1,)
+    assert "was given to another host" in places.admit(1, A, later_s + 3 + KEPT_S)
+
+
+def test_a_learner_of_this_host_is_no_place_for_another() -> None:
+    assert "has no place for another host" in Places(2, 4).admit(1, A, 0.0)
+
+
+def test_a_gateway_that_was_replaced_lets_learners_back_to_the_places_they_had() -> None:
+    assert Places(1, 4).admit(3, A, 0.0) == ""
+
+
+# --- heartbeats -------------------------------------------------------------------------------------------------------
+
+
+def test_the_limit_of_silence_is_ten_times_the_longest_pause_within_bounds() -> None:
+    limit = HeartbeatLimit(0.0)
+    assert limit.limit_s == 15.0  # generous while nothing is known
+    for beat in range(1, 21):
+        limit.beat(0.2 * beat)
+    assert limit.limit_s == 3.0
+    limit.beat(4.9)
+    assert round(limit.limit_s, 6) == 9.0
+    assert not limit.is_over(4.9 + 8.9) and limit.is_over(4.9 + 9.1)
+    limit.beat(100.0)
+    assert limit.limit_s == 60.0
