@@ -93,6 +93,7 @@ test-attacks: setup
 test-strangers: setup
 	@$(BIN)/python benchmarks/strangers.py
 	@cd tests && ../$(BIN)/python -m collectives.frame_fuzz --frames 100000
+	@cd tests && ../$(BIN)/python -m server.remote_fuzz --frames 1000000
 
 # Learners on other hosts of a lab: every server strategy, a host that comes and goes 100 times, push, fetch and cancel at 1 Gbit/s. Half an hour.
 test-remote: setup

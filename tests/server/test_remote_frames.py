@@ -27,6 +27,7 @@ from offbeat.server.remote.frames import (
     unpack_words,
 )
 from offbeat.server.wire import MOST_BYTES
+from server.remote_fuzz import fuzz
 
 NUMBERS, SHORTS = st.integers(0, 2**64 - 1), st.integers(0, 2**16 - 1)
 
@@ -86,3 +87,8 @@ def test_greetings_and_words_come_back_as_they_were() -> None:
 def test_random_bytes_are_no_greeting(data: bytes) -> None:
     with pytest.raises(FrameError):
         unpack_greeting(data)
+
+
+def test_a_learner_that_sends_what_it_likes_changes_its_own_slot_only() -> None:
+    ends = fuzz(3_000, seed=5)  # more: python -m server.remote_fuzz
+    assert ends["taken"] > 300 and ends["refused"] > 300
