@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from offbeat.policies import Pushed, replay
 from offbeat.policies.events import from_text
 from offbeat.runs.log import read_log
 from offbeat.runs.run_folder import RunDir
+from server import programs
 from train.matrix import audited
 
 OFFBEAT = [sys.executable, "-m", "offbeat"]
@@ -108,6 +110,20 @@ def test_hosts_that_are_killed_cut_off_and_sent_away_cost_no_sample(start_lab: S
     assert killed.output.count("joined") == 1 and back.output.count("joined") == 1
     assert "computed" in cut.output  # it came back by itself, and heard the end of the run
     assert json.loads((folder / "r/metrics.jsonl").read_text().splitlines()[-1])["epoch"] == 8
+
+
+def test_torchrun_starts_the_learners_of_a_script_on_two_hosts(start_lab: StartLab, folder: Path) -> None:
+    lab = start_lab(hosts=2, bandwidth="300Mbit/s")
+    own = {keys.KEY: str(folder / "key"), "OFFBEAT_SYNC": "full-sync", "OFFBEAT_LOG": str(folder / "log.jsonl")}
+    environment = {**os.environ, **own, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--node-rank"]
+    where = ["--master-addr", "{host0}", "--master-port", "29500", "-m", "server.remote_program", "2"]
+    hosts = [lab.start(host, [*words, str(host), *where], environment=environment) for host in range(2)]
+    finish(*hosts)
+    found = [json.loads(next(line for line in one.output.splitlines() if line.startswith("{"))) for one in hosts]
+    assert found[0]["weights"] == found[1]["weights"] and found[0]["learner"] != found[1]["learner"]
+    log = read_log(folder / "log.jsonl")
+    assert audited(log, epochs=2, samples=programs.SAMPLES).complaints() == []
 
 
 # --- without a lab ----------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """How a program becomes a learner: under `offbeat run`, under torchrun, or alone.
 
     offbeat run   the supervisor is the parent; where to find the run stands in the environment
-    torchrun      the first rank starts the services beside itself, the others find them through torchrun's store
+    torchrun      the first rank starts the services beside itself, the others find them through torchrun's store; those
+                  on other hosts reach them over TCP (`server.remote`)
     alone         one learner, which starts the services beside itself
 
 With an all-reduce strategy there are no services: the learner is a rank of a process group with the offbeat backend.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 import traceback
@@ -26,11 +28,17 @@ from torch._C._distributed_c10d import TCPStore
 
 from offbeat.collectives.options import mark_joined
 from offbeat.errors import OffbeatError, PeerError, RequestError, unknown
+from offbeat.network import keys
+from offbeat.network.addresses import own_address
+from offbeat.network.connections import Place
+from offbeat.network.port import check_trust, format_place
 from offbeat.policies import create
 from offbeat.policies.damping import CORRECT, KEEP
+from offbeat.processes.torchrun_rank import torchrun_rank
 from offbeat.server.learner.interface import Learner
 from offbeat.server.learner.reduced_learner import ReducedLearner
 from offbeat.server.learner.served_learner import ServedLearner
+from offbeat.server.remote.remote_road import SCHEME
 from offbeat.strategy import ALL_REDUCE, family_of
 
 DEFAULT = "async"
@@ -49,7 +57,7 @@ def join(sync: str | None = None, *, servers: int = 1, threads: int | None = 1, 
                 optimizer.step()
         learner.finish()
 
-    The program is started in one of three ways, on one host:
+    The program is started in one of three ways; torchrun may do it on several hosts, with OFFBEAT_KEY on each:
 
         offbeat run --learners 4 --sync k-sync:3 script.py
         OFFBEAT_SYNC=k-sync:3 torchrun --nproc-per-node 4 script.py
@@ -118,12 +126,15 @@ def join_run(line: str, *, servers: int, slow: Sequence[str], seed: int, setting
         number, learners = int(told.get("RANK", "0")), int(told.get("WORLD_SIZE", "1"))
         create(line, expect=learners)  # before anything is started
         said: str | None = None
+        me = torchrun_rank()
+        spread = me is not None and me.nodes > 1
         if number == 0:
-            said, at_end = _start_services({**setting, "line": line, "learners": learners, "shards": servers}, seed)
+            what = {**setting, "line": line, "learners": learners, "shards": servers}
+            said, at_end = _start_services(what, seed, _port_for_others() if spread else None)
         if learners > 1:
             said = through_store(f"{_KEY}/{told.get('TORCHELASTIC_RESTART_COUNT', '0')}", said)
         assert said is not None
-        found = _address_of(said)
+        found = _address_of(said, elsewhere=spread and told.get("GROUP_RANK") != "0")
     return ServedLearner(
         line=line,
         number=number,
@@ -170,10 +181,20 @@ def _place() -> str:
     return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
-def _address_of(said: str) -> dict[str, str]:
-    """Where the servers are, as the first rank has said in the store."""
+def _port_for_others() -> str:
+    """Where learners on other hosts reach the servers: the address from which this process reached torchrun's store."""
+    torchrun_store()
+    place = Place(own_address(int(os.environ["MASTER_PORT"])).address, 0)
+    check_trust(place, keys.key_of(), is_open=keys.is_open(), what="learners on several hosts")
+    return format_place(place)
+
+
+def _address_of(said: str, *, elsewhere: bool) -> dict[str, str]:
+    """Where the servers are, as the first rank has said in the store; `elsewhere`: on another host."""
     try:
         found = json.loads(said)
+        if elsewhere:
+            return {"address": SCHEME + str(found["listens"]), "token": secrets.token_hex(16)}
         return {name: str(found[name]) for name in ("address", "token")}
     except (ValueError, TypeError, KeyError):
         raise PeerError(
@@ -186,12 +207,15 @@ def _store(host: str, port: int, learners: int, owns: bool) -> Any:
     return TCPStore(host, port, learners, is_master=owns, timeout=timedelta(seconds=60), wait_for_workers=False)
 
 
-def _start_services(setting: Mapping[str, Any], seed: int) -> tuple[str, Callable[[], object]]:
-    """Start coordinator and servers of a run whose learners start by themselves, as a process beside this one.
+def _start_services(
+    setting: Mapping[str, Any], seed: int, listen: str | None = None
+) -> tuple[str, Callable[[], object]]:
+    """Start coordinator and servers of a run whose learners start by themselves, as a process beside this one; with
+    `listen` some may be on other hosts.
 
     Where they are found, as JSON, and what waits for their end: they end when all learners have left.
     """
-    plan = {"setting": setting, "seed": seed, "log": os.environ.get("OFFBEAT_LOG")}
+    plan = {"setting": setting, "seed": seed, "log": os.environ.get("OFFBEAT_LOG"), "listen": listen}
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "offbeat.server.supervisor", json.dumps(plan)],
         stdin=subprocess.PIPE,
