@@ -202,7 +202,7 @@ def test_a_host_without_the_data_is_named_by_all(start_lab: StartLab, there: str
 def test_what_cannot_be_across_hosts_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OFFBEAT_KEY", "OFFBEAT_SECRET", "OFFBEAT_NETWORK_TRUST"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(RequestError, match="'k-sync:3' uses a parameter server, which works on one host only"):
+    with pytest.raises(RequestError, match="'k-sync:3' uses a parameter server, which torchrun cannot start"):
         check_hosts("k-sync:3")
     with pytest.raises(RequestError, match="there is no key: run 'offbeat keys FILE'"):
         check_trust()

@@ -222,8 +222,8 @@ def check_hosts(line: str) -> None:
     """`RequestError` for what cannot be across hosts."""
     if family_of(line) != ALL_REDUCE:
         raise RequestError(
-            f"'{line}' uses a parameter server, which works on one host only, but torchrun was started for several; "
-            "use an all-reduce such as ring"
+            f"'{line}' uses a parameter server, which torchrun cannot start on several hosts; start `offbeat train "
+            "--listen` on one and `offbeat work` on the others, or use an all-reduce such as ring"
         )
     if line == NATIVE and not is_open():
         raise RequestError(
