@@ -38,15 +38,19 @@ MOST_RANKS = 1_000_000  # more links than that fill the memory
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction of a cable: `lanes` equal wires side by side that have `bytes_per_s` together."""
+    """One direction of a cable: `lanes` equal wires side by side that have `bytes_per_s` together.
+
+    `burst_bytes` pass at once after a pause, where the link is shaped by a token bucket.
+    """
 
     latency_s: float
     bytes_per_s: float
     lanes: int = 1
+    burst_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (self.latency_s >= 0 and self.bytes_per_s > 0 and self.lanes >= 1):
-            raise RequestError(f"a link needs latency >= 0, bandwidth > 0 and lanes >= 1; got {self}")
+        if not (self.latency_s >= 0 and self.bytes_per_s > 0 and self.lanes >= 1 and self.burst_bytes >= 0):
+            raise RequestError(f"a link needs latency >= 0, bandwidth > 0, lanes >= 1 and burst >= 0; got {self}")
 
 
 @dataclass(frozen=True, kw_only=True)

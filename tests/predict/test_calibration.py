@@ -78,7 +78,7 @@ def test_between_probes_an_all_reduce_takes_what_lies_between() -> None:
 
 
 def test_links_are_fitted_to_the_reductions() -> None:
-    rate, latency_s = MADE_UP.network()
+    rate, latency_s = MADE_UP.port()
     assert rate == pytest.approx(1e9, rel=1e-6)
     assert latency_s == pytest.approx(1e-4, rel=1e-6)
     assert MADE_UP.topology(4).ranks == 4

@@ -27,7 +27,7 @@ from offbeat.cli import main
 from offbeat.commands import base
 from offbeat.commands import bench as command
 from offbeat.errors import OffbeatError, RequestError
-from offbeat.measure import rank_bench
+from offbeat.measure import network_bench, rank_bench
 from offbeat.measure.benchmark import BenchResult
 from offbeat.measure.harness import Harness
 from offbeat.measure.mpi_rank import MpiRank
@@ -87,6 +87,23 @@ def test_gloo_with_several_groups_is_for_all_reduces_only() -> None:
 def test_what_a_key_costs_is_measured_between_hosts() -> None:
     with pytest.raises(RequestError, match="--against tls needs --lab"):
         rank_bench.RankRequest(ranks=2, against=("tls",), others=rank_bench.ALLREDUCE_OTHERS)
+
+
+@pytest.mark.skipif(why_no_lab() is not None, reason=str(why_no_lab()))
+def test_the_network_of_a_lab_is_measured_and_its_all_reduces_are_predicted() -> None:
+    lab = rank_bench.LabRequest.parse("2x1,400Mbit/s")
+    found = network_bench.measure_network(network_bench.NetworkRequest(lab=lab), lambda doing: None)
+    assert found.hosts == 2
+    assert min(found.sends) > 10e6  # of 50 MB/s, on whatever else runs here
+    assert found.latency_s >= 0
+    assert found.message_s > 0
+    request = network_bench.AllReducePredictions(
+        network=found, lab=lab, lines=("ring", "tree"), sizes=(65536,), rounds=1
+    )
+    result = network_bench.predict_allreduces(request, lambda doing: None)
+    assert {row["strategy"] for row in result.rows} == {"ring", "tree"}
+    assert all(row["predicted_s"] > 0 and row["measured_s"] > 0 for row in result.rows)
+    assert abs(result.rows[0]["error"]) >= abs(result.rows[1]["error"])  # the worst first
 
 
 def test_a_lab_of_a_benchmark_is_hosts_times_ranks_and_their_links() -> None:

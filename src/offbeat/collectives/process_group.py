@@ -229,6 +229,11 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
             self._progress.submit(self._measure_once, PendingCall(None), background=False).wait()
         return self._choice.why(size_bytes)
 
+    def figures(self) -> Figures | None:
+        """What `auto` has measured of the host and of the network; with `auto`, all ranks must ask."""
+        self.why(_MEASURED_BYTES)
+        return self._choice.figures
+
     # --- several calls as one ----------------------------------------------------------------------------------------
 
     def _start_coalescing(self, device: torch.device) -> None:

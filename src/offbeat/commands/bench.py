@@ -115,6 +115,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "sync": ("ring", "k-sync:2", "k-batch-async:2"),
         "slow": ("none", "exp:0.02", "learner=0,factor=2"),
         "rounds": 3,
+        "lab": None,
+        "sizes": None,
+        "timeout": _TIMEOUT_S,
     },
     "device": {
         "lines": (),
@@ -341,9 +344,32 @@ def _measure_accuracy(options: argparse.Namespace) -> Measurement:
     return lambda progress: accuracy_bench.measure(request, progress, predictor=seconds_to_target)
 
 
+def _measure_allreduce_predictions(options: argparse.Namespace) -> Measurement:
+    from offbeat.measure import network_bench
+    from offbeat.measure.rank_bench import LabRequest
+    from offbeat.predict.calibration import read_calibration
+
+    if options.calibration is None:
+        raise RequestError("bench: predictions needs --calibration FILE; offbeat calibrate --lab writes one")
+    chosen = tuple(options.sync)
+    request = network_bench.AllReducePredictions(
+        network=read_calibration(options.calibration).between_hosts(),
+        lab=LabRequest.parse(options.lab),
+        lines=network_bench.LINES if chosen == _DEFAULTS["predictions"]["sync"] else chosen,
+        sizes=options.sizes or network_bench.SIZES,
+        rounds=options.rounds,
+        timeout_s=options.timeout,
+    )
+    return lambda progress: network_bench.predict_allreduces(request, progress)
+
+
 def _measure_predictions(options: argparse.Namespace) -> Measurement:
     from offbeat.measure import predictions_bench
 
+    if options.lab is not None:
+        return _measure_allreduce_predictions(options)
+    if options.sizes is not None:
+        raise RequestError("bench: --sizes with bench predictions needs --lab, like --lab 4x1,1Gbit/s")
     config = _config(options)
     calibration = _calibration(options, config)
     if calibration is None:
@@ -533,10 +559,11 @@ _OPTIONS = (
         help="systems to compare with: gloo,gloo:4 (4 process groups at once),mpi,tls (offbeat with a key, needs "
         "--lab) (ddp: gloo); server: rpc,rpc-tuned,ray,ray-tuned (default: all installed)",
     ),
-    option("--sizes", read=_sizes, metavar="SIZES", help="allreduce: tensor sizes (default 64KiB,4MiB,100MB)"),
+    option("--sizes", read=_sizes, metavar="SIZES", help="tensor sizes of all-reduces (default 64KiB,4MiB,100MB)"),
     option(
         "--lab", metavar="HOSTSxRANKS,RATE",
-        help="allreduce, codecs: run on 4 hosts of 2 ranks on this machine (see offbeat lab): 4x2,1Gbit/s",
+        help="allreduce, codecs: run on 4 hosts of 2 ranks on this machine (see offbeat lab): 4x2,1Gbit/s; predictions: "
+        "predict and measure all-reduces there instead of training runs",
     ),
     option("--batch", read=parse_count, metavar="N", help="ddp: samples per minibatch (default 64)"),
     option(
@@ -587,7 +614,7 @@ server       pushes and fetches per second of the parameter server, compared wit
 policies     real runs with artificial delays, compared with the simulator's prediction
 scaling      a recipe with several numbers of learners: speed-up, efficiency, overhead and accuracy
 accuracy     time and updates to a target accuracy, for several strategies and seeds
-predictions  training runs predicted from a calibration (offbeat calibrate), then measured
+predictions  training runs, or all-reduces between hosts (--lab), predicted from a calibration, then measured
 device       recipes on one device, by precision and minibatch size: samples/s, memory, energy, share of the peak
 The systems or strategies that are compared take turns within one run. scaling, accuracy, predictions and device also
 take every option of a recipe.""",

@@ -32,6 +32,7 @@ from offbeat.train.recipes import DEFAULT
 
 if TYPE_CHECKING:
     from offbeat.predict.calibration import Calibration, Timed
+    from offbeat.predict.network_calibration import NetworkCalibration
 
 _BUSY = 0.5  # load of each core, above which the machine was not quiet
 
@@ -42,6 +43,8 @@ def _run(given: argparse.Namespace) -> None:
         raise RequestError(f"calibrate: cannot write {given.out}: expected the name of a file in an existing folder")
     _try_to_write(given.out)
     from offbeat.measure.calibration_bench import CalibrationRequest, measure
+    from offbeat.measure.network_bench import NetworkRequest
+    from offbeat.measure.rank_bench import LabRequest
     from offbeat.predict.calibration import as_json
 
     request = CalibrationRequest(
@@ -50,6 +53,7 @@ def _run(given: argparse.Namespace) -> None:
         rounds=given.rounds,
         sizes=not given.quick,
         check=not given.quick,
+        network=None if given.lab is None else NetworkRequest(lab=LabRequest.parse(given.lab)),
     )
     with redirect_stdout(sys.stderr), progress_line() as progress:  # what modules of one's own print when loaded
         found = measure(request, progress)
@@ -100,6 +104,8 @@ def _show(out: Terminal, found: Calibration, path: Path) -> None:
     sizes = _over_sizes("all-reduce", found.reductions) + _over_sizes("push and fetch", found.pushes)
     if sizes:
         table(out, ("operation", "learners", "size", "time"), sizes)
+    if found.network is not None:
+        _print_network(out, found.network)
     batches = ", ".join(f"{batch}: {format_seconds(seconds)}" for batch, seconds in found.batches)
     alone, together = (format_rate(rate) for rate in (found.copy_alone_bytes_per_s, found.copy_together_bytes_per_s))
     told = [
@@ -121,6 +127,32 @@ def _show(out: Terminal, found: Calibration, path: Path) -> None:
         say(out, "The machine was busy before the measurement: other programs affect these numbers.")
     _print_check(out, found)
     say(out, f"\nwrote {path}; use it with --calibration {path} in simulate, compare, schedule, replay and bench")
+
+
+def _print_network(out: Terminal, network: NetworkCalibration) -> None:
+    rows = [
+        (format_size(one.size_bytes), format_seconds(one.seconds), format_rate(one.size_bytes / one.seconds))
+        for one in network.round_trips
+    ]
+    table(out, ("round trip between hosts", "time", "rate"), rows)
+    rates = sorted({*network.sends, *network.receives})
+    slowest, fastest = format_rate(rates[0]), format_rate(rates[-1])
+    told = [
+        (
+            "network",
+            f"{network.hosts} hosts, {fastest if slowest == fastest else f'{slowest} to {fastest}'} each way, "
+            f"{format_size(network.burst_bytes)} at once after a pause, latency {format_seconds(network.latency_s)}; "
+            f"{count_of(network.streams, 'stream')} to each rank",
+        ),
+        (
+            "processor",
+            f"{format_seconds(network.call_s)} for a call, {format_seconds(network.message_s)} for a message, "
+            f"{format_seconds(1e6 * network.s_per_byte)} for a megabyte, {format_seconds(network.wake_s)} for a rank "
+            f"that has waited; {count_of(network.cores, 'core')}"
+            f"{', shared by all hosts' if network.shared else ' per host'}",
+        ),
+    ]
+    facts(out, told)
 
 
 def _over_sizes(what: str, timed: tuple[Timed, ...]) -> list[tuple[str, ...]]:
@@ -195,6 +227,11 @@ takes one or two minutes. Run it on an idle machine: the results do not hold if 
             help="number of parameter-server shards (default: from the recipe)",
         ),
         option("--device", metavar="NAME", help="device: auto (a GPU if available), cpu or cuda"),
+        option(
+            "--lab",
+            metavar="HOSTSxRANKS,RATE",
+            help="also measure the network between hosts, on the hosts of a lab (see offbeat lab): 4x1,1Gbit/s",
+        ),
         option("--quick", action="store_true", help="skip the self-check, and all-reduces and pushes of several sizes"),
     ),
     sections=("model", "data", "train"),

@@ -17,6 +17,7 @@ from offbeat.predict.calibration import Delays, machine_of, read_calibration
 from offbeat.predict.machines import Machines
 from offbeat.simulate.cluster import Cluster, check_memory
 from offbeat.simulate.compute import LAWS, Failures, SlowPeriods, parse_law
+from offbeat.simulate.fair_network import Background
 from offbeat.simulate.setup import Network
 from offbeat.spec import parse_count, parse_rate, parse_seconds, parse_size
 from offbeat.train.layout import layout_of
@@ -62,6 +63,8 @@ def _described(given: argparse.Namespace, learners: int | None) -> Machines:
     check_memory(learners, available_bytes())
     if given.calibration is not None:
         return _calibrated(given, learners)
+    if given.hosts > 1:
+        raise RequestError("--hosts needs --calibration FILE, written by offbeat calibrate --lab; or use --topology")
     network = Network(
         size_bytes=given.size,
         latency_s=given.latency,
@@ -72,7 +75,11 @@ def _described(given: argparse.Namespace, learners: int | None) -> Machines:
         layers=given.layers,
         forward_share=given.forward_share,
         bucket_bytes=None if given.no_overlap else given.bucket,
+        contended=given.contended or bool(given.background),
+        background=tuple(given.background),
     )
+    if any(max(one.source, one.target) >= learners for one in given.background):
+        raise RequestError(f"--background: the {learners} learners are numbered from 0")
     if given.network is not None:  # one port for every machine
         rate, latency = given.network
         uniform = f"uniform:bandwidth={rate:.15g}B/s,latency={latency:.15g}s"
@@ -105,12 +112,22 @@ def _calibrated(given: argparse.Namespace, learners: int) -> Machines:
         )
     delays = Delays(given.compute, tuple(1 / speed for speed in speeds))
     cluster = machine_of(given.calibration, "async", learners, delays=delays, seed=given.seed).cluster
-    return Machines(cluster=cluster, network=Network(), calibration=given.calibration, delays=delays)
+    if given.hosts > 1:
+        given.calibration.topology(learners, given.hosts)  # refuses what does not fit
+    return Machines(cluster=cluster, network=Network(), calibration=given.calibration, delays=delays, hosts=given.hosts)
 
 
 def _network(text: str) -> tuple[float, float]:
     rate, comma, latency = text.partition(",")
     return parse_rate(rate), parse_seconds(latency) if comma else 0.0
+
+
+def _background(text: str) -> Background:
+    way, comma, rate = text.partition(",")
+    ends = way.split(">")
+    if len(ends) != 2 or not all(end.isdecimal() for end in ends) or ends[0] == ends[1]:
+        raise RequestError(f"expected traffic from one learner to another, like 0>2 or 0>2,100Mbit/s; got '{text}'")
+    return Background(int(ends[0]), int(ends[1]), parse_rate(rate) if comma else math.inf)
 
 
 def _layers(text: str) -> int:
@@ -166,6 +183,10 @@ MACHINE_OPTIONS = (
         "--calibration", read=lambda text: read_calibration(Path(text)), metavar="FILE",
         help="use a machine measured by offbeat calibrate; --compute and --speeds then add delays to it",
     ),
+    option(
+        "--hosts", read=parse_count, default=1, metavar="H",
+        help="spread the learners evenly over H hosts of the network measured by offbeat calibrate --lab (default 1)",
+    ),
     option("--seed", read=_seed, default=0, metavar="S", help="random seed (default 0)"),
     option(
         "--speeds", read=_numbers, default=(), metavar="1,0.5,...",
@@ -216,6 +237,14 @@ MACHINE_OPTIONS = (
         help="start the all-reduce only after the backward pass",
     ),
     option(
+        "--contended", action="store_true", default=False,
+        help="run each all-reduce rank by rank on links that its messages share, instead of pricing it step by step",
+    ),
+    option(
+        "--background", read=_background, nargs="+", default=(), metavar="0>2[,RATE]",
+        help="endless traffic beside an all-reduce, from one learner's machine to another's; implies --contended",
+    ),
+    option(
         "--parallel", read=layout_of, metavar="stages=N[,...]",
         help="each learner is a pipeline: stages=4[,schedule=1f1b|auto|...][,microbatches=16], as for offbeat train",
     ),
@@ -225,4 +254,4 @@ MACHINE_OPTIONS = (
     ),
 )  # fmt: skip
 # The rest it has measured.
-_BESIDE_CALIBRATION = ("--learners", "--compute", "--calibration", "--seed", "--speeds", "--parallel")
+_BESIDE_CALIBRATION = ("--learners", "--compute", "--calibration", "--hosts", "--seed", "--speeds", "--parallel")

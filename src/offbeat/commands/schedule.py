@@ -35,6 +35,8 @@ from offbeat.topology import Topology
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from offbeat.predict.network_calibration import NetworkCalibration
+
 _CHUNK_STYLES = ("blue", "red", "cyan", "magenta", "yellow", "green", "bright_blue", "bright_red")
 _WIDE = 120
 
@@ -50,6 +52,9 @@ def _run(given: argparse.Namespace) -> None:
     if ranks > topology.MOST_RANKS:
         raise RequestError(f"schedule: expected at most {topology.MOST_RANKS:,} ranks; got {ranks:,}")
     _weigh(given, ranks)
+    if given.hosts > 1 and given.calibration is None:
+        raise RequestError("schedule: --hosts needs --calibration FILE, written by offbeat calibrate --lab")
+    network = None
     if given.calibration is None:
         machine = topology.build(given.topology, ranks=ranks)
     elif given.topology != "uniform":
@@ -57,11 +62,13 @@ def _run(given: argparse.Namespace) -> None:
     else:
         from offbeat.predict.calibration import read_calibration
 
-        machine = read_calibration(given.calibration).topology(ranks)
+        calibration = read_calibration(given.calibration)
+        machine = calibration.topology(ranks, given.hosts)
+        network = calibration.network if given.hosts > 1 and given.collective == "all-reduce" else None
     if given.algorithm is None:
         _rank_all(given, machine)
     else:
-        _one(given, machine)
+        _one(given, machine, network)
 
 
 def _weigh(given: argparse.Namespace, ranks: int) -> None:
@@ -76,7 +83,7 @@ def _weigh(given: argparse.Namespace, ranks: int) -> None:
     estimates.check(given, total)
 
 
-def _one(given: argparse.Namespace, machine: Topology) -> None:
+def _one(given: argparse.Namespace, machine: Topology, network: NetworkCalibration | None) -> None:
     with stages(f"building the schedule of {given.algorithm} for {count_of(machine.ranks, 'rank')}") as tell:
         schedule = schedules.build(given.algorithm, ranks=machine.ranks, collective=given.collective, root=given.root)
         tell(f"verifying {len(schedule.steps.table):,} transfers")
@@ -84,6 +91,7 @@ def _one(given: argparse.Namespace, machine: Topology) -> None:
         tell(f"pricing {len(schedule.steps.table):,} transfers on {machine.name}")
         cost = schedules.price(schedule, machine, given.size, given.item_size)
         rings = rings_of(machine) if grammar.parse(schedule.name).name == schedules.BASELINE else None
+        simulated_s = None if network is None else _simulated_s(given, machine.ranks, network)
     plain = given.collective == "all-reduce" and not schedule.steps.codecs  # the bound is of fp32 numbers
     bound_s = schedules.lower_bound_s(machine, given.size) if plain else None
     if given.svg is not None:
@@ -96,7 +104,7 @@ def _one(given: argparse.Namespace, machine: Topology) -> None:
         if cost.steps:
             say(out, "+c2 <3: add chunk 2 received from rank 3; =c2 <3: overwrite it", style="dim")
         out.print()
-        facts(out, _facts(schedule, cost, given.size, bound_s))
+        facts(out, _facts(schedule, cost, given.size, bound_s, simulated_s))
         print_rings(out, machine, rings)
         if given.svg is not None:
             say(out, f"\nwrote {given.svg}")
@@ -105,11 +113,20 @@ def _one(given: argparse.Namespace, machine: Topology) -> None:
         _price_json(schedule.name, schedule.ranks, cost)
         | {"collective": schedule.collective, "chunks": schedule.chunks, "lower_bound_s": bound_s}
         | {"size_bytes": given.size, "item_bytes": given.item_size, "topology": machine.name}
+        | ({} if simulated_s is None else {"simulated_s": simulated_s})
     )
     answer(given, told, show)
 
 
-def _facts(schedule: Schedule, cost: Price, size: int, bound_s: float | None) -> list[tuple[str, str]]:
+def _simulated_s(given: argparse.Namespace, ranks: int, network: NetworkCalibration) -> float:
+    from offbeat.predict.network_calibration import placement_of
+
+    return network.run(given.algorithm, placement_of(ranks, given.hosts), given.size).seconds
+
+
+def _facts(
+    schedule: Schedule, cost: Price, size: int, bound_s: float | None, simulated_s: float | None
+) -> list[tuple[str, str]]:
     most = max(cost.bytes_per_rank)
     sent = f"{format_size(most)} by the busiest rank, {format_size(cost.bytes_total)} in total"
     took = f"{format_seconds(cost.seconds)}, {format_seconds(cost.latency_s)} of it latency"
@@ -125,6 +142,11 @@ def _facts(schedule: Schedule, cost: Price, size: int, bound_s: float | None) ->
         ("steps", str(cost.steps)),
         ("sent", sent),
         ("time", took),
+        *(
+            []
+            if simulated_s is None
+            else [("simulated", f"{format_seconds(simulated_s)}, with shared links and the work of the processors")]
+        ),
         ("bottleneck", cost.why()),
     ]
     if coded:
@@ -247,6 +269,13 @@ COMMAND = Command(
             read=Path,
             metavar="FILE",
             help="use the links measured by offbeat calibrate",
+        ),
+        option(
+            "--hosts",
+            read=parse_count,
+            default=1,
+            metavar="H",
+            help="spread the ranks evenly over H hosts of the network measured by offbeat calibrate --lab (default 1)",
         ),
         option(
             "--collective",

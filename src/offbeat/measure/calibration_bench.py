@@ -2,6 +2,7 @@
 
     layers, batches, copies    one learner alone, and all at once: processes that compute and send nothing
     reductions, pushes         the benchmarks of the all-reduce and of the server, over sizes
+    network                    between the hosts of a lab, where one is given: its links, and its work on the cores
     probes                     short real trainings with 1, 2, ... learners, in turn, several rounds of them
     self-check                 trainings that were not probes, predicted and then measured
 
@@ -27,6 +28,7 @@ from offbeat.machine import machine_facts
 from offbeat.measure import rank_bench, server_bench
 from offbeat.measure.benchmark import MOST_PROCESSES, Progress, alternate
 from offbeat.measure.harness import Harness, environment, program
+from offbeat.measure.network_bench import NetworkRequest, measure_network
 from offbeat.measure.training_bench import Trained, train_for
 from offbeat.predict.calibration import PROBED, SERVED, TOGETHER, Calibration, Layer, Probe, Timed, fit_server_work
 from offbeat.predict.calibration_match import settings_of
@@ -57,6 +59,7 @@ class CalibrationRequest:
     rounds: int = 3
     sizes: bool = True  # reductions and pushes over sizes too
     check: bool = True
+    network: NetworkRequest | None = None  # between hosts, measured too
     timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
@@ -79,6 +82,8 @@ def measure(request: CalibrationRequest, progress: Progress) -> Calibration:
         found, samples = _alone(request, machine_facts(), progress)
         if request.sizes:
             found = _over_sizes(request, found, progress)
+        if request.network is not None:
+            found = replace(found, network=measure_network(request.network, progress))
         found = replace(found, probes=_probes(request, samples, Path(folder), progress))
         found = fit_server_work(found, lambda tried, crowded: _predicted_s(request, tried, crowded, samples))
         found = replace(found, overlap_slowdown=_overlap(found))

@@ -52,6 +52,7 @@ from offbeat.processes.launcher import thread_environment
 from offbeat.processes.signals import terminable
 from offbeat.report.benchmark_fields import Field, Row, format_ms
 from offbeat.runs.metrics import BUS_FACTORS, bus_bandwidth
+from offbeat.simulate.schedule_run import core_of
 from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, family_of
 from offbeat.topology import Edge, Link, Topology
@@ -170,6 +171,10 @@ class LabRequest:
 
     def host_of(self, rank: int) -> int:
         return rank // self.ranks_each
+
+    def core_of(self, rank: int, cores: int) -> int:
+        """On which of so many cores a rank runs. Left to itself, Linux puts ranks that wake each other on one core."""
+        return core_of(self.host_of(rank), rank % self.ranks_each, cores)
 
     def links(self) -> str:
         """In words: `1 Gbit/s each way, host 2 100 Mbit/s`."""
@@ -569,7 +574,7 @@ def _start_torch(
     """The ranks, on the hosts of a lab if there are any, joined in one group a system; what rank 0 says of itself."""
     environment = _environment(request)
     if hosts is not None and request.lab is not None:
-        return _start_on_hosts(stack, request, request.lab, hosts, join, systems)
+        return start_on_hosts(stack, request, request.lab, hosts, join, systems)
     ranks = stack.enter_context(Harness(request.timeout_s))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for rank in range(request.ranks):
@@ -581,7 +586,7 @@ def _start_torch(
     return ranks, answers[0]
 
 
-def _start_on_hosts(
+def start_on_hosts(
     stack: ExitStack,
     request: RankRequest,
     lab: LabRequest,
@@ -589,14 +594,16 @@ def _start_on_hosts(
     join: Mapping[str, object],
     systems: Sequence[str],
 ) -> tuple[Harness, dict[str, Any]]:
+    """The ranks on the hosts of a lab, each on a core of its own as far as there are so many."""
     ranks = stack.enter_context(Harness(request.timeout_s))
     environment = _environment(request) | {"GLOO_SOCKET_IFNAME": INTERFACE, TRUST: OPEN, KEY: ""}
     for rank in range(request.ranks):
         ranks.add(f"rank {rank}", hosts.start_piped(lab.host_of(rank), program("torch_rank"), environment))
     at = {"address": lab.network.address(0), "port": _LAB_PORT, "listen_fd": None}
     asked = _joining(request, join, systems) | at
-    answers = ranks.ask([asked | {"rank": rank} for rank in range(request.ranks)], "starting the ranks")
-    return ranks, answers[0]
+    cores = sorted(os.sched_getaffinity(0))
+    each = [asked | {"rank": rank, "core": cores[lab.core_of(rank, len(cores))]} for rank in range(request.ranks)]
+    return ranks, ranks.ask(each, "starting the ranks")[0]
 
 
 def _joining(request: RankRequest, join: Mapping[str, object], systems: Sequence[str]) -> dict[str, object]:

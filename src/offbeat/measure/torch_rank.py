@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,15 +24,18 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
-from offbeat.collectives.backend import stats
+from offbeat.collectives.backend import group_of, stats
 from offbeat.errors import OffbeatError
 from offbeat.measure.benchmark import OURS
 from offbeat.measure.child_requests import CHECK_PERIOD, Answer, Handlers, Request, serve
+from offbeat.measure.round_trips import Answering, time_round_trips
+from offbeat.strategy import AUTO
 from offbeat_autoload import register
 
 LAYERS, WIDTH = 10, 1024  # 10.5 million parameters: 42 MB of gradient, in three of DDP's buckets
 _MINIBATCHES = 4
 _LR = 0.01
+ONE_A_HOST = "one a host"  # a group of the first rank of each host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +48,16 @@ class Peers:
     several: Mapping[str, Sequence[dist.ProcessGroup]] = field(default_factory=dict)
 
     def time(self, request: Request, work: Callable[[], object], barrier: str | None = None) -> Answer:
-        """Seconds of one `work()`: the mean of the iterations, begun together after some that are not timed."""
+        """Seconds of one `work()`: the mean of the iterations, begun together after some that are not timed.
+
+        And how long this rank was on a core for it.
+        """
         for _ in range(request["untimed"]):
             work()
         dist.barrier(group=self.groups[barrier or request["system"]])
-        return {"seconds": mean_s(request["iterations"], work)}
+        before_s = time.process_time()
+        seconds = mean_s(request["iterations"], work)
+        return {"seconds": seconds, "processor_s": (time.process_time() - before_s) / request["iterations"]}
 
 
 def mean_s(iterations: int, work: Callable[[], object]) -> float:
@@ -73,6 +82,7 @@ class AllReduceRank:
         self._peers = peers
         self._tensors: dict[str, torch.Tensor] = {}
         self._copy: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._answering: Answering | None = None
 
     def warm(self, request: Request) -> Answer:
         """A new tensor for a system: checked, reduced a few times, checked again."""
@@ -100,6 +110,50 @@ class AllReduceRank:
             return self._peers.time(request, lambda: target.copy_(source))
         target.copy_(source)
         return {"seconds": mean_s(request["iterations"], lambda: target.copy_(source))}
+
+    def use(self, request: Request) -> Answer:
+        """Another strategy of offbeat's from now on."""
+        group_of(self._peers.groups[OURS]).use(request["strategy"])
+        return {"done": True}
+
+    # --- the network between hosts ------------------------------------------------------------------------------------
+
+    def listen(self, request: Request) -> Answer:
+        """For round trips to this rank."""
+        self._answering = Answering(request["address"])
+        return {"port": self._answering.port}
+
+    def round_trips(self, request: Request) -> Answer:
+        """From rank `source` to rank `target`, which listens; the others have nothing to do."""
+        if self._peers.rank == request["target"] and self._answering is not None:
+            self._answering.answer(request["sizes"])
+        if self._peers.rank != request["source"]:
+            return {"done": True}
+        return {"seconds": time_round_trips(request["address"], request["port"], request["sizes"])}
+
+    def one_a_host(self, request: Request) -> Answer:
+        """All-reduces between the first ranks of the hosts, while the others sleep."""
+        group = self._peers.groups.get(ONE_A_HOST)
+        if group is None:
+            return {"seconds": 0.0}
+        group_of(group).use(request["strategy"])
+        tensor = torch.zeros(request["size_bytes"] // 4)
+        return self._peers.time(request, lambda: dist.all_reduce(tensor, group=group), ONE_A_HOST)
+
+    def figures(self, request: Request) -> Answer:
+        """What `auto` finds, and how much the kernel keeps of a stream at its two ends."""
+        group = group_of(self._peers.groups[OURS])
+        group.use(AUTO)
+        found = group.figures()
+        assert found is not None and found.network is not None
+        kept = [int(Path(f"/proc/sys/net/ipv4/{name}").read_text().split()[2]) for name in ("tcp_rmem", "tcp_wmem")]
+        return {
+            "streams": found.network.streams,
+            "inside_latency_s": found.latency_s,
+            "inside_bytes_per_s": found.bytes_per_s,
+            "receive_buffer_bytes": kept[0],
+            "send_buffer_bytes": kept[1],
+        }
 
     def links(self, request: Request) -> Answer:
         """What offbeat says of links between hosts."""
@@ -243,6 +297,8 @@ def join(request: Request) -> tuple[Answer, Handlers]:
     """Meet the others as the parent's first request says; the first system's group is the default one."""
     register()  # where offbeat is on the path but not installed, `import torch` did not
     torch.set_num_threads(request["threads"])
+    if (core := request.get("core")) is not None:
+        os.sched_setaffinity(0, {core})
     rank, ranks, limit = request["rank"], request["ranks"], timedelta(seconds=request["timeout_s"])
     store = TCPStore(
         request["address"],
@@ -266,11 +322,19 @@ def join(request: Request) -> tuple[Answer, Handlers]:
             group = dist.group.WORLD
         assert isinstance(group, dist.ProcessGroup)
         groups[system] = group
+    if leaders := request.get("leaders"):
+        leading = dist.new_group(leaders, backend=OURS, timeout=limit)
+        if rank in leaders:
+            assert isinstance(leading, dist.ProcessGroup)
+            groups[ONE_A_HOST] = leading
     peers = Peers(rank=rank, ranks=ranks, groups=groups, several=several)
     answer = {"torch": torch.__version__}
     if request["do"] == "join allreduce":
         reduced = AllReduceRank(peers)
-        return answer, {"warm": reduced.warm, "time": reduced.time, "copy": reduced.copy, "links": reduced.links}
+        handlers = {"warm": reduced.warm, "time": reduced.time, "copy": reduced.copy, "links": reduced.links}
+        network = {"listen": reduced.listen, "round trips": reduced.round_trips, "figures": reduced.figures}
+        more = {"one a host": reduced.one_a_host, "use": reduced.use, "nothing": lambda _: {"done": True}}
+        return answer, {**handlers, **network, **more}
     trained = DdpRank(peers, request["batch"])
     buckets = {"buckets": lambda _: {"bucket_bytes": trained.bucket_bytes()}, "compare": trained.compare}
     return answer | {"parameters": trained.parameters}, {"train": trained.train, "reduce": trained.reduce, **buckets}

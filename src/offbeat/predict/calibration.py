@@ -26,6 +26,8 @@ import numpy as np
 from offbeat.errors import RequestError
 from offbeat.number_format import finite_or_none
 from offbeat.policies import create, simplest
+from offbeat.predict import network_calibration
+from offbeat.predict.network_calibration import NetworkCalibration, number, placement_of, whole
 from offbeat.runs.untrusted import read_bytes
 from offbeat.schedules import build, price
 from offbeat.simulate.cluster import Cluster, Wires
@@ -108,6 +110,7 @@ class Calibration:
     update_work: float = 0.0
     settings: Mapping[str, Any] | None = None  # of the recipe, as measured
     self_check: tuple[Mapping[str, Any], ...] = ()
+    network: NetworkCalibration | None = None  # between hosts
 
     def of(self, family: str) -> list[Probe]:
         probes = (probe for probe in self.probes if probe.family == family and not probe.together)
@@ -156,7 +159,7 @@ class Calibration:
             return 1.0
         return microbatches * _line(self.batches, self.batch / microbatches) / _line(self.batches, self.batch)
 
-    def network(self) -> tuple[float, float]:
+    def port(self) -> tuple[float, float]:
         """Bytes a second and latency of one port of every rank, from the reductions: the line that fits them best.
 
         A ring over P ranks takes 2(P-1) latencies, and 2(P-1)/P of the bytes at the bandwidth. Fitted are relative
@@ -175,8 +178,18 @@ class Calibration:
         latency_s, per_byte_s = _at_least_0(np.array(rows), np.array(ones))
         return 1 / max(per_byte_s, 1e-15), latency_s
 
-    def topology(self, ranks: int) -> Topology:
-        rate, latency_s = self.network()
+    def between_hosts(self) -> NetworkCalibration:
+        if self.network is None:
+            raise RequestError(
+                f"the calibration of '{self.recipe}' has no measured network; run offbeat calibrate again with --lab"
+            )
+        return self.network
+
+    def topology(self, ranks: int, hosts: int = 1) -> Topology:
+        """Of ranks on one host, or on several."""
+        if hosts > 1:
+            return self.between_hosts().topology(placement_of(ranks, hosts))
+        rate, latency_s = self.port()
         return build_topology(f"uniform:bandwidth={rate:.15g}B/s,latency={latency_s:.15g}s", ranks=ranks)
 
     def reduction_factor(self, line: str, learners: int) -> float:
@@ -240,10 +253,12 @@ def machine_of(
     batch: int = 0,
     seed: int = 0,
     staged: StagedLearner | None = None,
+    hosts: int = 1,
 ) -> Machine:
     """The machine with so many learners under a strategy; `batch`: samples of a minibatch, if not the calibrated.
 
-    Learners in stages share the cores that their stages leave each other.
+    Learners in stages share the cores that their stages leave each other. Learners on several hosts reduce over the
+    measured network, and each host has the cores of this one unless all of them share these, as in a lab.
     """
     share, stages, size_share = (
         (1.0, 1, 1.0) if staged is None else (staged.time_share, staged.layout.stages, staged.size_share)
@@ -263,7 +278,7 @@ def machine_of(
             speeds=tuple(1 / one for one in delays.factors),
             wires=None if reduces else Wires(size_bytes=0, latency_s=max(0.0, 1 - work) * way_s / 2),
             cores=Cores(
-                count=max(1.0, calibration.cores / stages),
+                count=max(1.0, _cores(calibration, hosts) / stages),
                 law=law_of([share * max(time + more_s, time / 10) for time in probe.compute_s]),
                 push_s=min(1.0, work) * way_s / 2,
                 fetch_s=min(1.0, work) * way_s / 2,
@@ -271,14 +286,25 @@ def machine_of(
                 update_s=calibration.update_work * way_s,
             ),
         ),
-        reduce_s=size_share * _reduce_s(calibration, line, learners) if reduces else 0.0,
+        reduce_s=size_share * _reduce_s(calibration, line, learners, hosts) if reduces else 0.0,
     )
 
 
-def _reduce_s(calibration: Calibration, line: str, learners: int) -> float:
-    """What an iteration takes beside its computing: so much that simulated probes take as long as they took."""
+def _cores(calibration: Calibration, hosts: int) -> float:
+    alone = hosts == 1 or calibration.between_hosts().shared
+    return calibration.cores if alone else hosts * calibration.cores
+
+
+def _reduce_s(calibration: Calibration, line: str, learners: int, hosts: int) -> float:
+    """What an iteration takes beside its computing: so much that simulated probes take as long as they took.
+
+    On several hosts: what it takes beside computing with one learner, which reduces nothing, and the reduction.
+    """
     probes = calibration.of(ALL_REDUCE)
     rest = [(probe.learners, max(0.0, probe.update_s - _computing_s(calibration, probe.learners))) for probe in probes]
+    if hosts > 1:
+        placement = placement_of(learners, hosts)
+        return _line(rest, 1) + calibration.between_hosts().run(line, placement, calibration.size_bytes).seconds
     there = [(probe.learners, probe.there_s) for probe in probes]
     other = calibration.reduction_factor(line, learners) - 1
     return max(0.0, _line(rest, learners) + _line(there, learners) * other)
@@ -351,6 +377,7 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
         "pushes": [timed._asdict() for timed in one.pushes],
         "probes": [probe._asdict() | {"compute_s": list(probe.compute_s)} for probe in one.probes],
         "self_check": [dict(row) for row in one.self_check],
+        **({} if one.network is None else {"network": network_calibration.as_json(one.network)}),
     }
 
 
@@ -379,22 +406,22 @@ def from_json(data: Any) -> Calibration:
         copy = data["copy"]
         found = Calibration(
             recipe=_text(data["recipe"]),
-            batch=_whole(data["batch"]),
-            size_bytes=_whole(data["size_bytes"]),
+            batch=whole(data["batch"]),
+            size_bytes=whole(data["size_bytes"]),
             machine=dict(data["machine"]),
             settings=dict(data["settings"]),
             copy_alone_bytes_per_s=_or_infinite(copy["alone_bytes_per_s"]),
             copy_together_bytes_per_s=_or_infinite(copy["together_bytes_per_s"]),
-            overlap_slowdown=_number(data["overlap_slowdown"]),
-            server_work=_number(data["server_work"]),
-            update_work=_number(data["update_work"]),
-            batches=tuple((_whole(one["batch"]), _number(one["seconds"])) for one in data["batches"]),
+            overlap_slowdown=number(data["overlap_slowdown"]),
+            server_work=number(data["server_work"]),
+            update_work=number(data["update_work"]),
+            batches=tuple((whole(one["batch"]), number(one["seconds"])) for one in data["batches"]),
             layers=tuple(
                 Layer(
                     _text(one["name"]),
-                    _number(one["forward_s"]),
-                    _number(one["backward_s"]),
-                    _whole(one["size_bytes"], least=0),
+                    number(one["forward_s"]),
+                    number(one["backward_s"]),
+                    whole(one["size_bytes"], least=0),
                 )
                 for one in data["layers"]
             ),
@@ -402,6 +429,7 @@ def from_json(data: Any) -> Calibration:
             pushes=tuple(_timed(one) for one in data["pushes"]),
             probes=tuple(_probe(one) for one in data["probes"]),
             self_check=tuple(dict(one) for one in data["self_check"]),
+            network=network_calibration.from_json(data["network"]) if "network" in data else None,
         )
         _check_sound(found)
     except RequestError:
@@ -426,28 +454,28 @@ def _check_sound(found: Calibration) -> None:
         raise RequestError("the calibration has an all-reduce with one learner; run offbeat calibrate again")
     for key in ("cores", "gpus"):
         if key in found.machine:
-            _whole(found.machine[key])
+            whole(found.machine[key])
 
 
 def _probe(one: Mapping[str, Any]) -> Probe:
     simulated_family_of(str(one["line"])[:200])
-    times = tuple(_number(time) for time in one["compute_s"])
+    times = tuple(number(time) for time in one["compute_s"])
     if not times or not sum(times) > 0:
         raise RequestError("a training run of the calibration has no compute times; run offbeat calibrate again")
     found = Probe(
         str(one["line"])[:200],
-        _whole(one["learners"]),
+        whole(one["learners"]),
         _positive(one["update_s"]),
         times,
-        _number(one["there_s"]),
-        _number(one["back_s"]),
+        number(one["there_s"]),
+        number(one["back_s"]),
     )
     _ = found.together  # refuses what is no strategy, or none for so many learners
     return found
 
 
 def _timed(one: Mapping[str, Any]) -> Timed:
-    return Timed(_whole(one["learners"]), _whole(one["size_bytes"]), _positive(one["seconds"]))
+    return Timed(whole(one["learners"]), whole(one["size_bytes"]), _positive(one["seconds"]))
 
 
 def _text(value: Any) -> str:
@@ -456,23 +484,11 @@ def _text(value: Any) -> str:
     return value
 
 
-def _whole(value: Any, least: int = 1) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise RequestError(f"expected a whole number of {least} or more; got {str(value)[:40]}")
-    return value
-
-
-def _number(value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-        raise RequestError(f"expected a number of 0 or more; got {str(value)[:40]}")
-    return float(value)
-
-
 def _positive(value: Any) -> float:
-    if not _number(value) > 0:
+    if not number(value) > 0:
         raise RequestError("expected a number above 0; got 0")
     return float(value)
 
 
 def _or_infinite(value: Any) -> float:
-    return math.inf if value is None else _number(value)
+    return math.inf if value is None else number(value)

@@ -16,7 +16,7 @@ from offbeat.errors import RequestError
 from offbeat.number_format import format_rate, format_seconds
 from offbeat.predict.calibration import Calibration, Delays, Machine, machine_of
 from offbeat.simulate.cluster import Cluster
-from offbeat.simulate.collective import Model
+from offbeat.simulate.collective import Model, contended
 from offbeat.simulate.setup import Network, Setup
 from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, simulated_family_of
@@ -61,22 +61,33 @@ class Machines:
     calibration: Calibration | None = None
     delays: Delays | None = None
     staged: StagedLearner | None = None  # each learner is a pipeline
+    hosts: int = 1  # that the learners are spread over, with a calibration
 
     def setup(self, strategy: str) -> Setup:
         """The strategy on the cluster, and on its network if it is an all-reduce."""
         setup, learners, staged = Setup(strategy=strategy, cluster=self.cluster), self.cluster.learners, self.staged
         if not setup.reduces:
+            if self.hosts > 1:
+                raise RequestError(f"--hosts needs an all-reduce like ring; '{strategy}' is a parameter server's")
             if staged is not None:
                 raise RequestError(f"--parallel needs an all-reduce like ring; '{strategy}' is a parameter server's")
             return setup
         network = self.network
         if staged is not None:  # each process reduces its own part, when the last microbatch has come back
             network = replace(network, size_bytes=round(network.size_bytes * staged.size_share), bucket_bytes=None)
-        setup = replace(setup, model=network.model(), topology=build(network.topology, ranks=learners))
+        topology = build(network.topology, ranks=learners)
+        setup = replace(setup, model=network.model(), topology=topology)
         if self.calibration is None:
-            return replace(setup, bucket_bytes=network.bucket_bytes)
+            shared = contended(strategy, topology, network.background) if network.contended else None
+            return replace(setup, bucket_bytes=network.bucket_bytes, reduce_s=shared)
         own = machine_of(
-            self.calibration, strategy, learners, delays=self.delays, seed=self.cluster.seed, staged=staged
+            self.calibration,
+            strategy,
+            learners,
+            delays=self.delays,
+            seed=self.cluster.seed,
+            staged=staged,
+            hosts=self.hosts,
         )
         return replace(setup, cluster=own.cluster, reduce_s=lambda size_bytes: own.reduce_s)
 
@@ -116,7 +127,7 @@ class Machines:
     def clock(self, strategy: str, cluster: Cluster, *, batch: int, ends_of_epochs: bool) -> Clock:
         """Of a training with minibatches of so many samples; `cluster` may be fewer of these learners."""
         if self.calibration is not None:
-            own = machine_of(self.calibration, strategy, cluster.learners, batch=batch)
+            own = machine_of(self.calibration, strategy, cluster.learners, batch=batch, hosts=self.hosts)
             delayed = replace(own.cluster, seed=cluster.seed, speeds=cluster.speeds, law=cluster.law, ids=cluster.ids)
             return Clock.calibrated(replace(own, cluster=delayed), strategy, ends_of_epochs=ends_of_epochs)
         if not self.communicates:

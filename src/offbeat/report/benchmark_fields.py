@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from offbeat.number_format import Form, format_change, format_seconds, percent
+from offbeat.number_format import Form, format_change, format_seconds, format_size, percent
 from offbeat.runs.metrics import DEFINITIONS, format_accuracy
 
 Row = Mapping[str, Any]
@@ -226,6 +226,14 @@ PREDICTIONS = (
     ),
     Field("probe", "computed"),
 )  # fmt: skip
+
+NETWORK_PREDICTIONS = (
+    STRATEGY,
+    Field("size_bytes", form="number", title="size", text=lambda row: format_size(row["size_bytes"])),
+    *(field for field in PREDICTIONS if field.key in ("measured_s", "rounds_s")),
+    PREDICTED,
+    ERROR._replace(title="error", text=lambda row: format_change(row["error"])),
+)
 
 DEVICE = (
     BENCHMARK,

@@ -17,7 +17,9 @@ from offbeat.runs.log import Span
 from offbeat.schedules import build, price
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.cores import shared_s
+from offbeat.simulate.fair_network import Background
 from offbeat.simulate.result import Result, Tally
+from offbeat.simulate.schedule_run import run_schedule
 from offbeat.topology import Topology
 
 
@@ -65,6 +67,12 @@ def priced(strategy: str, topology: Topology) -> Callable[[int], float]:
     """What an all-reduce of so many bytes takes on a topology."""
     schedule = build(strategy, ranks=topology.ranks)
     return cache(lambda size_bytes: price(schedule, topology, size_bytes).seconds)
+
+
+def contended(strategy: str, topology: Topology, background: Sequence[Background] = ()) -> Callable[[int], float]:
+    """The same where its messages share the links with each other and with other traffic, rank by rank."""
+    schedule = build(strategy, ranks=topology.ranks)
+    return cache(lambda size_bytes: run_schedule(schedule, topology, size_bytes, background=background).seconds)
 
 
 def iteration_s(

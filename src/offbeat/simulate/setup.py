@@ -12,6 +12,7 @@ from offbeat.policies import Policy, create
 from offbeat.simulate import collective, server
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.collective import Model
+from offbeat.simulate.fair_network import Background
 from offbeat.simulate.result import Result
 from offbeat.strategy import ALL_REDUCE, simulated_family_of
 from offbeat.topology import Topology
@@ -38,6 +39,8 @@ class Network:
     layers: int = 50  # of the model, for overlap
     forward_share: float = 1 / 3
     bucket_bytes: int | None = 25_000_000  # of an overlapped all-reduce; None: no overlap
+    contended: bool = False  # an all-reduce runs on shared links, and is not priced,
+    background: tuple[Background, ...] = ()  # with this traffic beside it
 
     @property
     def port_bytes_per_s(self) -> float:
