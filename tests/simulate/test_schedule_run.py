@@ -124,6 +124,11 @@ def test_background_traffic_that_goes_nowhere_is_refused(way: str, capsys: pytes
     assert "--background" in capsys.readouterr().err
 
 
+def test_more_ranks_than_can_be_simulated_on_contended_links_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "ring", "--learners", "200", "--contended"]) == 2
+    assert "at most 128 learners" in capsys.readouterr().err
+
+
 def test_a_topology_of_other_ranks_is_refused() -> None:
     with pytest.raises(RequestError, match="has 4 ranks"):
         run_schedule(build("ring", ranks=4), build_topology("uniform", ranks=3), 100)

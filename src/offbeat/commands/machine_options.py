@@ -22,6 +22,8 @@ from offbeat.simulate.setup import Network
 from offbeat.spec import parse_count, parse_rate, parse_seconds, parse_size
 from offbeat.train.layout import layout_of
 
+_MOST_CONTENDED = 128  # learners: a ring of them takes some seconds
+
 
 class Learners(NamedTuple):
     """The numbers of learners, and the strategies that were written after them.
@@ -78,6 +80,8 @@ def _described(given: argparse.Namespace, learners: int | None) -> Machines:
         contended=given.contended or bool(given.background),
         background=tuple(given.background),
     )
+    if network.contended and learners > _MOST_CONTENDED:
+        raise RequestError(f"--contended simulates at most {_MOST_CONTENDED} learners; got {learners}")
     if any(max(one.source, one.target) >= learners for one in given.background):
         raise RequestError(f"--background: the {learners} learners are numbered from 0")
     if given.network is not None:  # one port for every machine

@@ -136,9 +136,12 @@ class Machines:
         if line == "uniform":  # an all-reduce goes over the same ports as what is sent to the servers
             rate = _FASTEST if network.port_bytes_per_s == math.inf else network.port_bytes_per_s
             line = f"uniform:bandwidth={rate:.15g}B/s,latency={network.latency_s:.15g}s"
+        topology = build(line, ranks=cluster.learners)
+        reduces = network.contended and simulated_family_of(strategy) == ALL_REDUCE
         return Clock(
             cluster=replace(cluster, wires=network.wires()),
-            topology=build(line, ranks=cluster.learners),
+            topology=topology,
+            reduce_s=contended(strategy, topology, network.background) if reduces else None,
             layers=network.model(),
             bucket_bytes=network.bucket_bytes,
             ends_of_epochs=ends_of_epochs,

@@ -185,24 +185,24 @@ class FairNetwork:
         self._changed = False
         left = [_UNHINDERED if self._tokens[link] > 0 else rate for link, rate in enumerate(self._rates)]
         self._load = [0.0] * len(left)
-        users: list[list[_Stream]] = [[] for _ in left]
+        counts = [0] * len(left)
         open_ones = [stream for stream in self._streams.values() if stream.is_active()]
         for stream in self._streams.values():
             stream.rate = 0.0
         open_ones += self._beside
         for stream in open_ones:
             for link in stream.links:
-                users[link].append(stream)
-        self.is_shared = self.is_shared or any(len(some) > 1 for some in users)
-        counts = [len(some) for some in users]
+                counts[link] += 1
+        self.is_shared = self.is_shared or max(counts, default=0) > 1
         settled: set[int] = set()
         while len(settled) < len(open_ones):
-            least, which = math.inf, -1
-            for link, count in enumerate(counts):
-                if count and left[link] / count < least:
-                    least, which = left[link] / count, link
-            capped = [one for one in open_ones if id(one) not in settled and one.cap <= least]
-            for stream in capped or [one for one in users[which] if id(one) not in settled]:
+            shares = [left[link] / count if count else math.inf for link, count in enumerate(counts)]
+            least = min(shares)
+            now = [one for one in open_ones if id(one) not in settled and one.cap <= least]
+            if not now:  # the links with the least settle all of theirs
+                full = {link for link, share in enumerate(shares) if share <= least * (1 + 1e-12)}
+                now = [one for one in open_ones if id(one) not in settled and not full.isdisjoint(one.links)]
+            for stream in now:
                 settled.add(id(stream))
                 stream.rate = min(stream.cap, least)
                 for link in stream.links:

@@ -18,10 +18,11 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 
 from offbeat.errors import RequestError
 from offbeat.schedules.ir import Schedule, chunk_sizes
-from offbeat.schedules.projection import Mark, Read, Receive, Send, Sent, Wait, project
+from offbeat.schedules.projection import Mark, Receive, Send, Sent, Wait, project
 from offbeat.simulate.fair_network import Background, FairNetwork
 from offbeat.topology import Topology
 
@@ -217,13 +218,11 @@ class _Run:
             asked = 0
             for at, now in enumerate(program.instructions):
                 if isinstance(now, Receive) and at >= asked:  # receives in a row are taken in turns
-                    asked = at
-                    while asked < len(program.instructions):
-                        coming = program.instructions[asked]
-                        if not isinstance(coming, Receive):
-                            break
+                    row = list(takewhile(lambda one: isinstance(one, Receive), program.instructions[at:]))
+                    asked = at + len(row)
+                    for coming in row:
+                        assert isinstance(coming, Receive)
                         self.network.ask(self.now, coming.peer, rank, self.sizes[coming.chunk])
-                        asked += 1
                 if isinstance(now, Send):
                     skipped[now.peer].append(not self.sizes[now.chunk])
                     if self.sizes[now.chunk]:
@@ -241,9 +240,7 @@ class _Run:
                     yield from self._wait(now.peer, base + now.mark)
                 elif isinstance(now, Mark):
                     yield from self._mark(rank, base + now.mark)
-                elif isinstance(now, Read):
-                    yield costs.read_s_per_byte * self.sizes[now.chunk]
-                else:
+                else:  # a Read, or a Put of what was read
                     yield costs.read_s_per_byte * self.sizes[now.chunk]
             self.ends_s[rank].append(self.now)
 
