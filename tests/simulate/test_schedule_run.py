@@ -65,6 +65,14 @@ def test_a_tree_that_sends_a_chunk_on_at_once_to_two_ranks_takes_longer_than_its
     assert price(build("tree", ranks=4), topology, 1_000_000).seconds == pytest.approx(4e-3)
 
 
+def test_what_is_encoded_is_sent_in_as_many_bytes_as_it_is_priced() -> None:
+    topology = build_topology("uniform:bandwidth=1GB/s,latency=10us", ranks=4)
+    plain, coded = (build(line, ranks=4) for line in ("ring", "ring:codec=bf16"))
+    run = run_schedule(coded, topology, 4_000_000, 4)
+    assert run.seconds == pytest.approx(price(coded, topology, 4_000_000, 4).seconds, rel=1e-9)
+    assert run.seconds < 0.6 * run_schedule(plain, topology, 4_000_000, 4).seconds
+
+
 def test_a_straggler_holds_up_everybody_by_what_it_is_late() -> None:
     topology, schedule = build_topology("uniform:bandwidth=1GB/s,latency=0s", ranks=4), build("ring", ranks=4)
     late = run_schedule(schedule, topology, 4_000_000, starts_s=(0.0, 0.0, 0.5, 0.0))

@@ -562,8 +562,8 @@ _OPTIONS = (
     option("--sizes", read=_sizes, metavar="SIZES", help="tensor sizes of all-reduces (default 64KiB,4MiB,100MB)"),
     option(
         "--lab", metavar="HOSTSxRANKS,RATE",
-        help="allreduce, codecs: run on 4 hosts of 2 ranks on this machine (see offbeat lab): 4x2,1Gbit/s; predictions: "
-        "predict and measure all-reduces there instead of training runs",
+        help="allreduce, codecs: run on 4 hosts of 2 ranks on this machine (see offbeat lab): 4x2,1Gbit/s; "
+        "predictions: predict and measure all-reduces there instead of training runs",
     ),
     option("--batch", read=parse_count, metavar="N", help="ddp: samples per minibatch (default 64)"),
     option(

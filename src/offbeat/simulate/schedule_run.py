@@ -21,7 +21,8 @@ from functools import partial
 from itertools import takewhile
 
 from offbeat.errors import RequestError
-from offbeat.schedules.ir import Schedule, chunk_sizes
+from offbeat.schedules.coding import carried_bytes
+from offbeat.schedules.ir import Schedule
 from offbeat.schedules.projection import Mark, Receive, Send, Sent, Wait, project
 from offbeat.simulate.fair_network import Background, FairNetwork
 from offbeat.topology import Topology
@@ -86,7 +87,7 @@ def run_schedule(
         raise RequestError(
             f"'{schedule.name}' has {schedule.ranks} ranks, topology '{topology.name}' has {topology.ranks}"
         )
-    sizes = [items * item_bytes for items in chunk_sizes(size_bytes // item_bytes, schedule.chunks)]
+    sizes = [bytes_each.tolist() for bytes_each in carried_bytes(schedule, size_bytes, item_bytes)]
     network = FairNetwork(topology, window_bytes=costs.window_bytes, background=background)
     run = _Run(schedule, network, sizes, hosts or range(schedule.ranks), costs, calls)
     return run.run(starts_s or [0.0] * schedule.ranks)
@@ -128,11 +129,12 @@ class _Run:
         self,
         schedule: Schedule,
         network: FairNetwork,
-        sizes: Sequence[int],
+        sizes: Sequence[Sequence[int]],
         hosts: Sequence[int],
         costs: ProcessorCosts,
         calls: int,
     ) -> None:
+        # Of each chunk: bytes as it is, and, where the schedule has a codec, encoded.
         self.sizes, self.hosts, self.costs, self.calls = sizes, hosts, costs, calls
         self.network = network
         self.now = 0.0
@@ -222,15 +224,15 @@ class _Run:
                     asked = at + len(row)
                     for coming in row:
                         assert isinstance(coming, Receive)
-                        self.network.ask(self.now, coming.peer, rank, self.sizes[coming.chunk])
+                        self.network.ask(self.now, coming.peer, rank, self.sizes[coming.coded][coming.chunk])
                 if isinstance(now, Send):
-                    skipped[now.peer].append(not self.sizes[now.chunk])
-                    if self.sizes[now.chunk]:
-                        yield self._half(self.sizes[now.chunk])
-                        self.network.send(self.now, rank, now.peer, self.sizes[now.chunk])
+                    skipped[now.peer].append(not self.sizes[now.coded][now.chunk])
+                    if self.sizes[now.coded][now.chunk]:
+                        yield self._half(self.sizes[now.coded][now.chunk])
+                        self.network.send(self.now, rank, now.peer, self.sizes[now.coded][now.chunk])
                         sends[now.peer] += 1
                 elif isinstance(now, Receive):
-                    if self.sizes[now.chunk]:
+                    if self.sizes[now.coded][now.chunk]:
                         received[now.peer] += 1
                         yield from self._receive(rank, now, received[now.peer])
                 elif isinstance(now, Sent):
@@ -240,14 +242,14 @@ class _Run:
                     yield from self._wait(now.peer, base + now.mark)
                 elif isinstance(now, Mark):
                     yield from self._mark(rank, base + now.mark)
-                else:  # a Read, or a Put of what was read
-                    yield costs.read_s_per_byte * self.sizes[now.chunk]
+                else:  # a Read, a Put of what was read, or an Encode
+                    yield costs.read_s_per_byte * self.sizes[0][now.chunk]
             self.ends_s[rank].append(self.now)
 
     def _receive(self, rank: int, now: Receive, number: int) -> Iterator[float | Callable[[], bool]]:
         waits = self.come[now.peer, rank] < number
         yield lambda: self.come[now.peer, rank] >= number
-        yield self._half(self.sizes[now.chunk]) + (self.costs.wake_s if waits else 0.0)
+        yield self._half(self.sizes[now.coded][now.chunk]) + (self.costs.wake_s if waits else 0.0)
 
     def _half(self, size_bytes: int) -> float:
         """The work of one side for a message, as far as it does not go on beside its sending."""
