@@ -154,6 +154,7 @@ def test_simulate_compare_and_schedule_take_the_network(tmp_path: Path, capsys: 
         (("bench", "predictions", "--lab", "4x1"), "needs --calibration"),
         (("bench", "predictions", "--lab", "2x1", "--calibration", "FILE"), "the network of 4 hosts"),
         (("bench", "predictions", "--sizes", "4MiB", "--calibration", "FILE"), "needs --lab"),
+        (("bench", "predictions", "--lab", "4x1", "--calibration", "FILE", "--out", "x.json"), "use --json"),
         (("calibrate", "--lab", "1x2"), "2 or more hosts"),
     ],
 )

@@ -351,6 +351,8 @@ def _measure_allreduce_predictions(options: argparse.Namespace) -> Measurement:
 
     if options.calibration is None:
         raise RequestError("bench: predictions needs --calibration FILE; offbeat calibrate --lab writes one")
+    if options.out is not None:
+        raise RequestError("bench: --out is for offbeat report, which shows no all-reduces; use --json > FILE")
     chosen = tuple(options.sync)
     request = network_bench.AllReducePredictions(
         network=read_calibration(options.calibration).between_hosts(),
