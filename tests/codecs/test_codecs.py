@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from functools import cache
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 import offbeat
 from offbeat import codecs
-from offbeat.codecs.coder import PieceCoder
+from offbeat.codecs.coder import Coder, PieceCoder
 from offbeat.codecs.table import BLOCK, SIGN_BLOCK, add_row, check_sizes, kept
 from offbeat.errors import RequestError
 from offbeat.schedules import build, verify
@@ -45,9 +46,14 @@ def random_tensor(number: int) -> Tensor:
     return torch.as_tensor(values)
 
 
+@cache  # its scratch memory takes longer to make than a small tensor to encode
+def coder_of(line: str) -> Coder:
+    return codecs.parse(line).coder()
+
+
 def coded(codec: codecs.Codec, values: Tensor, residual: Tensor | None = None, number: int = 0) -> Tensor:
-    """Encode and decode with a new coder."""
-    coder, payload = codec.coder(), payload_of(codec, len(values))
+    """Encode and decode."""
+    coder, payload = coder_of(codec.line), payload_of(codec, len(values))
     coder.seed(number)
     coder.encode(values, payload, residual)
     out = torch.full_like(values, torch.nan)

@@ -136,6 +136,15 @@ def residuals_go_on(rank: int, ranks: int, store: str, line: str) -> list[str]:
     return found
 
 
+def residuals_are_forgotten(rank: int, ranks: int, store: str) -> tuple[int, int]:
+    """How many residuals are kept after ten tensors that did not come back, and how many were lost."""
+    group = join(rank, ranks, store, "ring:codec=int8")
+    for step in range(10):
+        dist.all_reduce(gradient(rank, step))
+    names = [name for name in group.residuals.state() if name.endswith("residual")]
+    return len(names), group.residuals.lost
+
+
 def not_finite_sums(rank: int, ranks: int, store: str, line: str) -> list[bool]:
     """Whether each of three sums is finite; in the second, rank 1 has a NaN."""
     join(rank, ranks, store, line)

@@ -76,6 +76,11 @@ def test_what_was_kept_goes_on_bit_for_bit(nursery: Nursery, codec: str) -> None
         assert whole == resumed
 
 
+def test_residuals_of_tensors_that_are_gone_are_let_go_of_and_counted(nursery: Nursery) -> None:
+    for kept, lost in nursery.values("residuals_are_forgotten", ranks=2):
+        assert kept <= 1 and lost >= 9
+
+
 @pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "1-bit", "top-k:0.01", "power-sgd:2"])
 def test_a_nan_reaches_all_ranks_and_is_gone_after_that_step(nursery: Nursery, codec: str) -> None:
     assert nursery.values("not_finite_sums", ranks=3, line=f"ring:codec={codec}") == [[True, False, True]] * 3

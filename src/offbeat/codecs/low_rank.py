@@ -113,8 +113,9 @@ def padded_items(items: int) -> int:
 
 
 def next_start(right: Tensor, before: Tensor) -> Tensor:
-    """What the next time starts from: not what is not finite, or nothing at all."""
-    return right.clone() if is_finite(right) and bool(right.any()) else before
+    """What the next time starts from: directions without a size; not what is not finite, or nothing at all."""
+    size = right.abs().max()
+    return right / size if bool(size.isfinite()) and float(size) > 0 else before
 
 
 def orthogonalise(rows: Tensor) -> Tensor:

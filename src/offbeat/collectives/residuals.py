@@ -16,8 +16,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offbeat.errors import RequestError
 
-_MANY = 64  # tensors after which those that are gone are looked for
-
 
 @dataclass(slots=True)
 class Kept:
@@ -69,10 +67,9 @@ class Residuals:
         return kept
 
     def _sweep(self) -> None:
-        if len(self._kept) >= _MANY:
-            for key in [key for key, (weak, _) in self._kept.items() if weak.expired()]:  # type: ignore[no-untyped-call] # torch's
-                _, gone = self._kept.pop(key)
-                self.lost += gone.residual is not None
+        for key in [key for key, (weak, _) in self._kept.items() if weak.expired()]:  # type: ignore[no-untyped-call] # torch's
+            _, gone = self._kept.pop(key)
+            self.lost += gone.residual is not None
 
     def clear(self) -> None:
         """Forget everything: what follows is the first call of each tensor."""
