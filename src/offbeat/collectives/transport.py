@@ -398,7 +398,7 @@ class SharedMemory:
         elif all(self.sides[peer].words[LEFT] for peer in guilty):
             how = f"left the group while {self.name(self.rank)} was waiting for it"
         elif self.remote is not None and set(guilty) <= set(self.remote.ranks):
-            how = f"is gone (its connection ended) while {self.name(self.rank)} was waiting for it"
+            how = f"disconnected while {self.name(self.rank)} was waiting for it"
         else:
             how = f"died (its process has ended) while {self.name(self.rank)} was waiting for it"
         self.fail(f"{names} {how}", ranks=guilty)
