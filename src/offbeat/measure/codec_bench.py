@@ -39,9 +39,10 @@ from offbeat.number_format import format_rate, format_size
 from offbeat.processes.launcher import thread_environment
 from offbeat.processes.signals import terminable
 from offbeat.report.benchmark_fields import Field, Row, format_ms
+from offbeat.schedules import BASELINE
 from offbeat.spec import count_of
 
-PLAIN, AUTO = "ring", "ring:codec=auto"
+PLAIN, AUTO = BASELINE, f"{BASELINE}:codec=auto"
 LINES = ("bf16", "fp16", "int8", "int4", "1-bit", "top-k:0.01", "random-k:0.01", "power-sgd:4")
 PARAMETERS = 25_600_000
 _TIMES = 3
