@@ -12,6 +12,9 @@ from xdist.workermanage import WorkerController  # type: ignore[import-untyped] 
 
 # The longest first. Of each, on two cores: seconds, and of these how many a core computes.
 WAITING = (
+    "tests/process/test_work.py",  # 100
+    "tests/server/test_remote_runs.py",  # 75
+    "tests/train/test_several_hosts.py",  # 70
     "tests/process/test_server_faults.py",  # 66
     "tests/process/test_endings.py",  # 60: 23
     "tests/collectives/test_across_hosts.py",  # 60

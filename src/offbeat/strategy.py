@@ -7,7 +7,7 @@ command line, the docs and the errors list the same names; a row of one's own is
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from offbeat import codecs, plugins
@@ -79,7 +79,7 @@ def family_of(line: str) -> str:
     return known[name].family
 
 
-def with_shape(line: str, hosts: Sequence[int]) -> str:
+def with_shape(line: str, ranks_of_hosts: Collection[int]) -> str:
     """`hierarchical` without a shape, as hosts x ranks: of hosts with unequal numbers, the greatest common divisor.
 
     Inside a host everybody reads everybody's memory, so that is one step, and the network does not wait for it.
@@ -88,14 +88,14 @@ def with_shape(line: str, hosts: Sequence[int]) -> str:
     row = algorithms().get(spec.name)
     if row is None or not row.by_host or any(word[:1].isdigit() for word in spec.args):
         return line
-    each = math.gcd(*(hosts.count(host) for host in set(hosts)))
+    each = math.gcd(*ranks_of_hosts)
     given = dict(spec.options)
     coded = codecs.read_option(given["codec"]) if "codec" in given else None
     gathers = coded is not None and any(one.kind == codecs.PER_TENSOR for one in coded.codecs)  # in two steps
     if not spec.args and each > 1 and not gathers:
         given = {"inner": "direct", "parts": "4", **given}
     options = [*spec.args, *(f"{name}={value}" for name, value in given.items())]
-    return f"{spec.name}:{','.join([f'{len(hosts) // each}x{each}', *options])}"
+    return f"{spec.name}:{','.join([f'{sum(ranks_of_hosts) // each}x{each}', *options])}"
 
 
 def simulated_family_of(line: str) -> str:

@@ -36,18 +36,18 @@ def test_an_order_of_the_user_is_kept() -> None:
 
 
 def test_hierarchical_without_a_shape_is_hosts_times_ranks() -> None:
-    assert with_shape("hierarchical", (0, 0, 0, 1, 1, 1)) == "hierarchical:2x3,inner=direct,parts=4"
-    assert with_shape("hierarchical:leader", (0, 0, 1, 1)) == "hierarchical:2x2,leader"
-    assert with_shape("hierarchical", (0, 0, 0, 0, 1, 1)) == "hierarchical:3x2,inner=direct,parts=4"
-    assert with_shape("hierarchical", (0, 0, 1)) == "hierarchical:3x1"
-    assert with_shape("hierarchical:4x1", (0, 0, 1, 1)) == "hierarchical:4x1"
+    assert with_shape("hierarchical", (3, 3)) == "hierarchical:2x3,inner=direct,parts=4"
+    assert with_shape("hierarchical:leader", (2, 2)) == "hierarchical:2x2,leader"
+    assert with_shape("hierarchical", (4, 2)) == "hierarchical:3x2,inner=direct,parts=4"
+    assert with_shape("hierarchical", (2, 1)) == "hierarchical:3x1"
+    assert with_shape("hierarchical:4x1", (2, 2)) == "hierarchical:4x1"
     with pytest.raises(RequestError, match="has 6 ranks, not 4"):
         Choice("hierarchical:2x3", 4, hosts=(0, 0, 1, 1))
 
 
 def test_a_codec_of_whole_tensors_takes_the_shape_of_the_hosts_and_nothing_else() -> None:
     hosts = (0, 0, 1, 1)
-    assert with_shape("hierarchical:codec=top-k:0.01", hosts) == "hierarchical:2x2,codec=top-k:0.01"
+    assert with_shape("hierarchical:codec=top-k:0.01", (2, 2)) == "hierarchical:2x2,codec=top-k:0.01"
     coded = Choice("hierarchical:codec=top-k:0.01", 4, hosts=hosts).coded(100 * MB)
     assert coded is not None and coded[1].schedule.collective == "all-gather"
     between = Choice("hierarchical:codec=bf16@across", 4, hosts=hosts).coded(100 * MB)

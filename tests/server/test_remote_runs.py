@@ -144,6 +144,9 @@ def _listens(pid: int, port: int) -> bool:
 StartRun = Callable[..., RemoteRun]
 
 
+LONG = pytest.mark.skipif(not os.environ.get("OFFBEAT_MATRIX"), reason="takes long: make test-matrix")
+
+
 @pytest.fixture
 def start_run(tmp_path: Path) -> Iterator[StartRun]:
     with ExitStack() as ends:
@@ -172,7 +175,9 @@ def wait_until(is_so: Callable[[], bool], run: RemoteRun) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(("line", "servers", "words"), [("full-sync", 1, []), ("k-async:2", 2, ["--in-place"])])
+@pytest.mark.parametrize(
+    ("line", "servers", "words"), [("full-sync", 1, []), pytest.param("k-async:2", 2, ["--in-place"], marks=LONG)]
+)
 def test_learners_over_tcp_compute_what_learners_beside_the_servers_do(
     start_run: StartRun, line: str, servers: int, words: list[str]
 ) -> None:
@@ -192,6 +197,7 @@ def test_learners_over_tcp_compute_what_learners_beside_the_servers_do(
         assert beside.results(started, range(3))[0]["weights"] == results[0]["weights"]
 
 
+@LONG
 def test_a_run_without_learners_beside_the_servers_begins_and_its_state_can_be_asked_for(start_run: StartRun) -> None:
     """Initial weights go up, weights and optimizer state come down."""
     run = start_run("full-sync", 2, key=True, servers=2)
@@ -230,6 +236,7 @@ def test_the_gateway_and_the_coordinator_are_killed_and_the_learners_join_again(
     check_books(run, 8)
 
 
+@LONG
 def test_a_learner_that_stands_still_is_given_up_and_joins_again_when_it_goes_on(start_run: StartRun) -> None:
     run = start_run("async", 2)
     started = [run.start(number, 8, "--pace", "0.05", remote=number > 0) for number in range(2)]

@@ -186,7 +186,7 @@ class Choice:
     ) -> None:
         self._hosts = tuple(hosts or (0,) * ranks)
         self._order = hosts_in_order(self._hosts) if "order" not in dict(grammar.parse(line).options) else None
-        self.line = check(with_shape(line, self._hosts), ranks, self._hosts)
+        self.line = check(with_shape(line, Counter(self._hosts).values()), ranks, self._hosts)
         self._bare, coded = split_codec(grammar.parse(self.line))
         self._option: CodecOption | None = read_option(coded) if coded else None
         self.speeds: dict[str, tuple[float, float]] = {}  # by codec: seconds to encode and to decode an item, here

@@ -313,7 +313,7 @@ def _check_strategy(config: Config) -> None:
     try:
         family = family_of(line)
         # The shape of `hierarchical` is that of the hosts, if it is given none: then no number of learners is wrong.
-        spec = grammar.parse(with_shape(line, (0,) * (learners or 1)))
+        spec = grammar.parse(with_shape(line, (learners or 1,)))
         grammar.bind(spec, strategies()[spec.name].params)
         if learners and family == SERVER:
             create(line, expect=learners)

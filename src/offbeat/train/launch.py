@@ -166,7 +166,7 @@ def prepare(
         config = changed(config, {"learners": learners_here(config)})
     here = here or config.processes
     if here == config.processes:  # one host: then the shape of `hierarchical`, if it has none, is known now
-        config = changed(config, {"sync": with_shape(config.sync, (0,) * config.processes)})
+        config = changed(config, {"sync": with_shape(config.sync, (config.processes,))})
     if here > MOST_PROCESSES or config.servers > MOST_PROCESSES:
         many = max(here, config.servers)
         what = "stages of all learners" if config.parallel else "learners and servers"

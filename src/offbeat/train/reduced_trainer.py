@@ -13,7 +13,7 @@ import inspect
 import math
 import os
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -211,7 +211,7 @@ class ReducedTrainer(Trainer):
             if self.number == 0:
                 self.tell_beginning()
                 facts = {
-                    "strategy": with_shape(config.sync, self._host_numbers()),
+                    "strategy": with_shape(config.sync, Counter(self._host_numbers()).values()),
                     "expect": self.processes,
                     "learners": self.processes,
                     **({"names": list(self.names)} if self.names else {}),

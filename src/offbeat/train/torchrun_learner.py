@@ -266,7 +266,7 @@ def _follow(me: TorchrunRank, told: _Told, settings: Callable[[], Config], task:
     if me.nodes == 1:  # then its own command says all but the minibatch that the first rank has found
         batch = {"batch_size": told.batch_size, "accumulate": told.accumulate, "global_batch": 0}
         own = settings()
-        line = with_shape(own.sync, (0,) * me.ranks)  # as `prepare` has it
+        line = with_shape(own.sync, (me.ranks,))  # as `prepare` has it
         config = changed(own, {"learners": me.ranks, "sync": line, "train": batch})
     else:
         if secret_of() is None:
