@@ -130,6 +130,18 @@ def test_who_does_not_greet_in_time_is_dropped(listener: socket.socket, monkeypa
         assert silent.recv(1) == b""
 
 
+def test_who_sends_a_byte_now_and_then_has_no_more_time(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(port, "GREETING_S", -1.0)
+    opened = Port(listener, None, len(GREETING))
+    with socket.create_connection(place_of(listener)) as slow:
+        opened.poll(1.0)
+        slow.sendall(GREETING[:1])
+        opened.poll(1.0)
+        assert not opened._newcomers
+
+
 def test_where_nobody_listens_that_is_said(listener: socket.socket) -> None:
     place = place_of(listener)
     listener.close()

@@ -90,7 +90,9 @@ class CodedCalls:
 
     def _factors(self, coder: PowerSgd, flat: Tensor, way: Plan, kept: Kept, call: Call, patience: Patience) -> None:
         items = len(flat)
-        start = coder.start(items) if kept.start is None else kept.start
+        start = coder.start(items)
+        if kept.start is not None and kept.start.shape == start.shape:  # not of a run with another rank
+            start = kept.start
         matrix = kept.values(coder.residual_items(items))
         matrix[:items].add_(flat)
         left = coder.left(matrix, start)

@@ -48,6 +48,7 @@ from offbeat.schedules.projection import Program
 
 _ROUND_BYTES = 4 * 1024 * 1024  # what a rank reduces is read by the others while it is in the cache
 _KEPT = 128  # kinds of calls of which the bound programs are kept
+_KEPT_CODED = 32  # of those with a codec, which have memory of their own
 _PLACES = 8  # and in how many places of memory each
 
 
@@ -72,6 +73,7 @@ class Executor:
         self._arrived = arrived
         self._bounce = torch.empty(PIECE_BYTES if transport.remote else 0, dtype=torch.uint8)  # pieces on their way in
         self._kinds: OrderedDict[tuple[object, ...], _Kind] = OrderedDict()
+        self._coded_kinds: OrderedDict[tuple[object, ...], _Kind] = OrderedDict()
         self._coders: dict[str, Coder] = {}
 
     def run(self, call: Call, patience: Patience) -> None:
@@ -147,6 +149,7 @@ class Executor:
     def forget(self) -> None:
         """Let go of all memory that programs were bound to."""
         self._kinds.clear()
+        self._coded_kinds.clear()
 
     # --- running -------------------------------------------------------------------------------------------------
 
@@ -253,17 +256,20 @@ class Executor:
 
     def _kind(self, call: Call) -> _Kind:
         key = call.plan, call.dtype, call.reduction, call.sizes, call.place, call.whole is None
-        known = self._kinds.get(key)
-        if known is None:
+        kinds, most = (self._kinds, _KEPT) if call.codec is None else (self._coded_kinds, _KEPT_CODED)
+        known = kinds.get(key)
+        if known is not None:
+            kinds.move_to_end(key)
+        else:
             transport = self.transport
             program = program_of(call.plan, transport.rank, transport.hosts)
             own = call.place or (ARENA, transport.arena_at)
             wanted = self._rounds(program, call)
             binder = Binder if call.codec is None else CodedBinder
             staging = binder(transport, program, call, wanted, 0, {transport.rank: own}, self._bounce).staging()
-            known = self._kinds[key] = _Kind(program, own, wanted, staging)
-            if len(self._kinds) > _KEPT:
-                self._kinds.popitem(last=False)
+            known = kinds[key] = _Kind(program, own, wanted, staging)
+            if len(kinds) > most:
+                kinds.popitem(last=False)
         return known
 
     def _rounds(self, program: Program, call: Call) -> int:

@@ -80,8 +80,9 @@ def parse_place(text: str, what: str) -> Place:
         raise RequestError(f"{what}: expected ADDRESS:PORT, such as 10.0.0.1:7000; got '{text}'")
     try:
         found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise RequestError(f"{what}: '{host}' is not an address: {error.strerror}") from None
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not a host name"
+        raise RequestError(f"{what}: '{host}' is not an address: {why}") from None
     return Place(str(found[0][4][0]), int(port))
 
 
@@ -135,10 +136,10 @@ class Port:
         guests: list[Guest] = []
         now = time.monotonic()
         for newcomer in tuple(self._newcomers):
-            if newcomer.one.fileno() in ready:
-                self._go_on(newcomer, guests)
-            elif now > newcomer.end_s:
+            if now > newcomer.end_s:  # first: one that sends a byte now and then has no more time than others
                 self._drop(newcomer)
+            elif newcomer.one.fileno() in ready:
+                self._go_on(newcomer, guests)
         if self._listener.fileno() in ready:
             self._accept()
         return guests

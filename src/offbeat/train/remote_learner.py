@@ -20,14 +20,15 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
 
-from offbeat.errors import OffbeatError, PeerError, RequestError
+from offbeat.errors import OffbeatError, PeerError
 from offbeat.machine import available_bytes
 from offbeat.network import keys
 from offbeat.network.connections import Place
@@ -37,7 +38,7 @@ from offbeat.processes.signals import SignalHandler, terminable
 from offbeat.runs.run_folder import RunDir
 from offbeat.server.handshake import PlaceTakenError
 from offbeat.server.learner.connection import RunOverError
-from offbeat.server.remote.gateway import Entered, RemotePlan, enter, receive_files
+from offbeat.server.remote.gateway import Entered, NoPlaceError, RemotePlan, enter, receive_files
 from offbeat.server.remote.remote_road import SCHEME
 from offbeat.server.supervisor import MOST_RESTARTS
 from offbeat.server.wire import EnterPause
@@ -48,6 +49,7 @@ from offbeat.train.launch import Start, check_device, learners_here
 from offbeat.train.recompute import recomputing
 from offbeat.train.served_trainer import ServedTrainer
 from offbeat.train.tasks import Task, task_of
+from offbeat.train.torchrun_learner import check_code
 
 ENTER_S = 10.0
 AGAIN_S = 2.0  # between two requests for a place, where all are taken
@@ -68,11 +70,8 @@ def open_port(address: str) -> socket.socket:
 def open_places(start: Start, listener: socket.socket, remote: int, join_s: float | None) -> Start:
     """Places for so many learners from other hosts, and what these are told."""
     checkpoint, run = start.checkpoint, start.run
-    told = {
-        "config": json.loads(as_json(start.config)),
-        "segment": start.segment,
-        "checkpoint": None if checkpoint is None else {"update": checkpoint.update, "state": checkpoint.state},
-    }
+    saved_at = None if checkpoint is None else _SavedAt(checkpoint.update, checkpoint.state)
+    told = _Told(json.loads(as_json(start.config)), start.segment, saved_at)
     first = start.config.learners - remote
     saved = {} if checkpoint is None else checkpoint.files
     files = {
@@ -84,11 +83,26 @@ def open_places(start: Start, listener: socket.socket, remote: int, join_s: floa
         listener=listener,
         key=keys.key_of(),
         first=first,
-        told=json.dumps(told).encode(),
+        told=msgspec.json.encode(told),
         files=files,
         hand_in=run.hand_in,
     )
     return replace(start, remote=plan, join_s=join_s)
+
+
+class _SavedAt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The checkpoint that a run goes on from."""
+
+    update: Annotated[int, msgspec.Meta(ge=0)]
+    state: dict[str, Any]
+
+
+class _Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a run tells a host that joins."""
+
+    config: dict[str, Any]
+    segment: Annotated[int, msgspec.Meta(ge=0)]
+    checkpoint: _SavedAt | None
 
 
 # --- a host that joins ------------------------------------------------------------------------------------------------
@@ -114,11 +128,13 @@ def enter_run(address: str, learners: int | None) -> JoinedRun:
     host = secrets.token_bytes(16)
     entered, one = enter(place, key, host, learners or _devices(), ENTER_S)
     try:
-        told, where = json.loads(entered.told), f"what {format_place(place)} says"
-        config = from_json(json.dumps(told["config"]), where)
+        told, where = msgspec.json.decode(entered.told, type=_Told), f"what {format_place(place)} says"
+        if key is None:  # what an unknown sender says must not name code
+            check_code(json.dumps(told.config), Config)
+        config = from_json(json.dumps(told.config), where)
         most = _STATE_SPARE_BYTES + (available_bytes() or 0) // 2
         files = receive_files(one, entered.sizes, most)
-    except (ValueError, KeyError, TypeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError):
         raise PeerError(f"{format_place(place)} is not a run of `offbeat train`, or of another version") from None
     finally:
         raw_of(one).close()
@@ -127,12 +143,12 @@ def enter_run(address: str, learners: int | None) -> JoinedRun:
     made = task_of(config)
     task = recomputing(made) if config.train.recompute else made
     checkpoint = None
-    if told["checkpoint"] is not None:
+    if told.checkpoint is not None:
         saved = {_LEARNER.format(n): _parsed(data) for n, data in zip(entered.places, files, strict=True) if data}
         checkpoint = Checkpoint(
             path=Path("checkpoint"),
-            update=told["checkpoint"]["update"],
-            state=told["checkpoint"]["state"],
+            update=told.checkpoint.update,
+            state=told.checkpoint.state,
             files={"weights": {}, **saved},
         )
     return JoinedRun(
@@ -142,7 +158,7 @@ def enter_run(address: str, learners: int | None) -> JoinedRun:
         config=config,
         task=task,
         checkpoint=checkpoint,
-        segment=int(told["segment"]),
+        segment=told.segment,
     )
 
 
@@ -237,9 +253,12 @@ def _learn(run: JoinedRun, number: int, folder: Path) -> int:
             finally:
                 seen += trainer.seen
         except PlaceTakenError:
-            number = _enter_again(run)
-            print(f"its place was taken meanwhile; joins again as learner {number}", flush=True)
-            continue
+            print("its place was taken meanwhile; waits for another one", flush=True)
+            again = _enter_again(run)
+            if again is not None:
+                number = again
+                print(f"joins again as learner {number}", flush=True)
+                continue
         except RunOverError:
             pass
         except OffbeatError as error:
@@ -254,15 +273,17 @@ def _report(record: Mapping[str, Any]) -> None:
         print(record["text"], flush=True)
 
 
-def _enter_again(run: JoinedRun) -> int:
-    """Another place for a learner whose own was taken, as soon as there is one. `PeerError` when the run is gone."""
+def _enter_again(run: JoinedRun) -> int | None:
+    """Another place for a learner whose own was taken, as soon as there is one; none when the run has ended."""
     host, key = secrets.token_bytes(16), keys.key_of()
     while True:
         try:
             entered, one = enter(run.place, key, host, 1, ENTER_S)
-        except RequestError:  # all are taken
+        except NoPlaceError:
             time.sleep(AGAIN_S)
             continue
+        except PeerError:  # nobody listens there any more
+            return None
         raw_of(one).close()
         os.environ |= {"OFFBEAT_TOKEN": host.hex(), "OFFBEAT_LEARNER": str(entered.places[0])}
         return entered.places[0]

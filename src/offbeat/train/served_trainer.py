@@ -81,7 +81,7 @@ class ServedTrainer(Trainer):
         self.set_rate(self._base)
         try:
             _, _, loader = learner.prepare(self.model, self.optimizer, loader, clip_norm=train.clip_norm or None)
-            if self.checkpoint is not None:
+            if self.checkpoint is not None and learner.version == 0:  # the run stands where it was saved
                 self.load_own(self.checkpoint)  # again: joining has made all buffers those of the first
             if self.number == 0:
                 self.notes += learner.notes

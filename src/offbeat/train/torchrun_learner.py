@@ -307,7 +307,7 @@ def _code_of(config: str) -> set[str]:
         names = {said["model"]["name"], said["data"]["name"], said["train"]["loss"]}
         return {name for name in names if ":" in name} | set(said["plugins"])
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise PeerError("the configuration of rank 0 in torchrun's store cannot be read") from None
+        raise PeerError("the configuration that was received cannot be read") from None
 
 
 def _check_data(cards: Sequence[Mapping[str, Any]]) -> None:

@@ -523,6 +523,10 @@ class CoordinatorProcess:
         if self.arena is None:
             if said.table is None:
                 raise OffbeatError("no learner has sent a model yet")
+            if said.number >= (self.setting.leaders or self.setting.learners):
+                # The model of the run is that of its own hosts, and sizes the memory: this one tries again.
+                self._turn_away(one)
+                return
             self._open_arena(said.table)
         assert self.arena is not None
         table = self.arena.table

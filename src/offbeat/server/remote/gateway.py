@@ -54,6 +54,10 @@ MOST_ENTRY_BYTES = 1 << 20
 _SIZE_BYTES = 4
 
 
+class NoPlaceError(RequestError):
+    """All places of a run are taken."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemotePlan:
     """Places for learners on other hosts: those from `first` on."""
@@ -272,7 +276,7 @@ def _has_ended(child: ChildProcess) -> bool:
 def enter(
     place: Place, key: RunKey | None, host: bytes, learners: int, timeout_s: float
 ) -> tuple[Entered, AnyConnection]:
-    """Ask for places. `RequestError` if there are none, `PeerError` where the run cannot be reached.
+    """Ask for places. `NoPlaceError` if there are none, `PeerError` where the run cannot be reached.
 
     The files of the learners follow on the connection (`receive_files`), which the caller closes.
     """
@@ -287,10 +291,12 @@ def enter(
                 "everywhere"
             )
         if answer.refused:
-            raise RequestError(f"the run refused this host: {answer.refused}")
+            raise NoPlaceError(f"the run refused this host: {answer.refused}")
         return answer, one
     except BaseException as error:
         raw_of(one).close()
+        if isinstance(error, TimeoutError):
+            raise PeerError(f"the run at {place.address}:{place.port} did not answer within {timeout_s:g} s") from None
         if isinstance(error, ClosedError | OSError):
             raise PeerError(f"the run closed the connection; is the key the same? ({error})") from None
         raise

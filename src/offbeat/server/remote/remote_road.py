@@ -160,11 +160,15 @@ class Link:
         return mine
 
     def _guarded(self, body: object) -> None:
+        """A thread's life: with any of them the connection ends, whatever it was that ended the thread."""
         try:
             assert callable(body)
             body()
         except (ClosedError, OSError, FrameError, WireError, ValueError):
             self.end()
+        except BaseException:
+            self.end()
+            raise
 
     def end(self) -> None:
         """The connections are gone, or not to be used any more: whoever waits for them is told."""

@@ -163,7 +163,7 @@ class RoadProcess:
             if header.kind is not Kind.MESSAGE or said.role != "learner" or said.number != self.options.learner:
                 raise FrameError("a handshake of another learner")
             self._handshake = structs.replace(said, token=self.options.token)
-            self.coordinator, accepted, self.arena = self._connect(CONNECT_S, CONNECT_S)
+            self.coordinator, accepted, self.arena = self._connect(RECONNECT_S, CONNECT_S)
         except OffbeatError as error:
             self._answer(handshake.Accept(refused=str(error)))
             return False
@@ -189,16 +189,19 @@ class RoadProcess:
 
     def _guarded(self, body: Callable[[], None]) -> None:
         """A thread's life. With any of them the process ends, at once: nothing is written any more."""
+        why = ""
         try:
             body()
-            why = ""
         except (ClosedError, OSError) as error:
             why = f"the connection is gone ({error.strerror if isinstance(error, OSError) else error})"
         except OffbeatError as error:
             why = str(error)
-        if why and not self.state.done:
-            self.options.tell(f"learner {self.options.learner} on another host left: {why}")
-        os._exit(0)
+        except Exception as error:  # a mistake of ours: the learner connects again, and nobody waits for it for ever
+            why = f"{type(error).__name__}: {error}"
+        finally:
+            if why and not self.state.done:
+                self.options.tell(f"learner {self.options.learner} on another host left: {why}")
+            os._exit(0)
 
     # --- from the learner -------------------------------------------------------------------------------------------
 
