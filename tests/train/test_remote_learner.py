@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from offbeat.errors import RequestError
 from offbeat.network.connections import Place
 from offbeat.network.port import listen
 from offbeat.server.handshake import PlaceTakenError, versions
 from offbeat.server.remote.frames import PROTOCOL
-from offbeat.server.remote.gateway import Entered
+from offbeat.server.remote.gateway import Entered, NoPlaceError
 from offbeat.train import launch, remote_learner
 from offbeat.train.config_files import changed, from_json
 from offbeat.train.recipes import RECIPES
@@ -55,7 +54,7 @@ def test_a_learner_whose_place_was_taken_asks_until_it_has_another(
     def enter(place: Place, key: object, host: bytes, learners: int, timeout_s: float) -> tuple[Any, Any]:
         asked.append(learners)
         if len(asked) < 3:
-            raise RequestError("all 2 places are taken")
+            raise NoPlaceError("all 2 places are taken")
         return SimpleNamespace(places=(2,)), SimpleNamespace(close=lambda: None)
 
     monkeypatch.setattr(remote_learner, "RemoteTrainer", FakeTrainer)
