@@ -71,7 +71,8 @@ def test_a_learner_whose_place_was_taken_asks_until_it_has_another(
     assert trained == [1, 2] and asked == [1, 1, 1]
     assert os.environ["OFFBEAT_LEARNER"] == "2" and len(bytes.fromhex(os.environ["OFFBEAT_TOKEN"])) == 16
     assert capsys.readouterr().out.splitlines() == [
-        "its place was taken meanwhile; joins again as learner 2",
+        "its place was taken meanwhile; waits for another one",
+        "joins again as learner 2",
         "the run has ended; computed 64 samples",
     ]
 
