@@ -158,7 +158,7 @@ class _Exchange:
         try:
             made = make()
             card["body"] = "" if made is None else msgspec.json.encode(made).decode()
-        except Exception as error:
+        except Exception as error:  # whatever it is, the other ranks are told, and do not wait for this one
             wrong = error
             where = f"{socket.gethostname()}: " if me.nodes > 1 else ""
             card["error"] = where + failure_of(error)["text"].splitlines()[0]
