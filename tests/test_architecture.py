@@ -268,7 +268,7 @@ def walks(page: str) -> dict[str, list[str]]:
 def test_the_walks_of_a_gradient_name_files_that_are_there_and_few() -> None:
     found = walks((HERE / "docs" / "architecture.md").read_text(encoding="utf-8"))
     assert [path for files in found.values() for path in files if not (PACKAGE / path).is_file()] == []
-    assert [len(set(found[walk])) for walk in ("All-reduce (`ring`)", "Parameter server (`k-async:2`)")] == [10, 13]
+    assert [len(set(found[walk])) for walk in ("All-reduce (`ring`)", "Parameter server (`k-async:2`)")] == [10, 12]
 
 
 def test_in_a_fresh_process_torch_free_rooms_load_nothing_banned() -> None:

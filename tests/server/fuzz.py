@@ -20,8 +20,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from offbeat.server.coordinator.gate import Sender, fault_of
-from offbeat.server.coordinator.session import LearnerSession
+from offbeat.server.coordinator.session import LearnerSession, Sender
 from offbeat.server.wire import (
     INPUT,
     Ask,
@@ -167,7 +166,7 @@ class FuzzedWorld(World):
         except WireError:
             self.sent["not a message"] += 1
             return True
-        if fault_of(message, sender, self.coordinator, self.now, LAYOUT):
+        if self.coordinator.fault_of(message, sender, self.now, LAYOUT):
             self.sent["refused"] += 1
             return True
         if self._is_believed(message):

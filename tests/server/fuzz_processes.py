@@ -27,7 +27,7 @@ from torch import nn
 
 from offbeat.errors import OffbeatError
 from offbeat.server import handshake
-from offbeat.server.coordinator import gate
+from offbeat.server.coordinator import coordinator_process
 from offbeat.server.learner.served_learner import ServedLearner
 from offbeat.server.parameter_layout import layout_of, model_tensors
 from offbeat.server.run_setting import RunSetting
@@ -199,7 +199,7 @@ def train(folder: Path, learner: ServedLearner) -> None:
 def run(messages: int, *, honest: int = 2, seed: int = 0, line: str = "async") -> dict[str, Any]:
     """What came of it, checked."""
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as name, patch.object(gate, "MOST_REFUSED", REFUSED):
+    with tempfile.TemporaryDirectory() as name, patch.object(coordinator_process, "MOST_REFUSED", REFUSED):
         folder = Path(name)
 
         def body(number: int) -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from collectives.nursery import Nursery
 from offbeat.server import wire
-from offbeat.server.coordinator.gate import MOST_REFUSED
+from offbeat.server.coordinator.coordinator_process import MOST_REFUSED
 from server.hostile_learners import POISON
 from server.mutations import KINDS
 

@@ -20,13 +20,13 @@ from offbeat.runs.log import read_log
 from offbeat.server.coordinator import coordinator_process, journal
 from offbeat.server.coordinator.coordinator import Coordinator
 from offbeat.server.coordinator.coordinator_process import (
+    MOST_REFUSED,
     MOST_SET_ASIDE,
     CoordinatorOptions,
     CoordinatorProcess,
     PeerConnection,
     decode_supervisor_message,
 )
-from offbeat.server.coordinator.gate import MOST_REFUSED
 from offbeat.server.coordinator.journal import new_files
 from offbeat.server.coordinator.snapshot import unsaved_state
 from offbeat.server.parameter_layout import layout_of, model_tensors

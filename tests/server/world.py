@@ -28,7 +28,7 @@ from offbeat.errors import EventError
 from offbeat.policies import POLICIES
 from offbeat.server.coordinator import snapshot
 from offbeat.server.coordinator.coordinator import Coordinator
-from offbeat.server.coordinator.gate import Sender, fault_of
+from offbeat.server.coordinator.session import Sender
 from offbeat.server.learner.connection import ConnectionState
 from offbeat.server.parameter_layout import ParameterLayout
 from offbeat.server.run_setting import RunSetting
@@ -313,7 +313,7 @@ class World:
         else:
             assert sender is not None
             who = Sender("learner", sender.learner, self.known_as(sender))
-        fault = fault_of(told, who, self.coordinator, self.now, LAYOUT)
+        fault = self.coordinator.fault_of(told, who, self.now, LAYOUT)
         demand(self.down or not fault, "what is honest is not refused", told, fault)
 
     def _from_coordinator(self, message: Message) -> None:

@@ -6,7 +6,7 @@ as before, or not at all. Gradients and weights are not in here: they lie in mem
 messages name places in it.
 
 A frame is a checksum and one message. Every field has its bounds in its type, and what is outside them is refused with
-the bytes; whether a message fits the session that it is from is for the gate (`coordinator.gate`).
+the bytes; whether a message fits the session that it is from is for the coordinator (`fault_of`).
 
 Law: decode(encode(x)) == x. Bytes that are no message of this version are refused, and nothing in a message sizes an
 allocation beyond the message itself.

@@ -5,6 +5,10 @@ said and to whom. The same messages give the same answers, so a journal of them 
 coordinator back. Learners and servers ask again when an answer does not come; a message that was seen before is
 answered as before and changes nothing.
 
+Before a message is handled its sender's session must allow it (`fault_of`): no minibatch that was never handed out, no
+pin that was never given, no hyperparameter that the optimizer cannot take. The gate only looks; a message that is old,
+or was said before, passes.
+
     learner    Hello ........ Push(1) ................. Push(2) ...
     coordinator     Welcome Go(1)      [Pushed -> Apply, Send]   Go(2)
     servers                            ShardJob .. Done
@@ -48,10 +52,13 @@ from offbeat.server.coordinator.grants import ANY_JOB, Grants, PendingUpdate
 from offbeat.server.coordinator.group_calls import GroupCalls
 from offbeat.server.coordinator.pauses import Pauses, PendingWake
 from offbeat.server.coordinator.sample_leases import SampleLeases
-from offbeat.server.coordinator.session import NONCES_KEPT, Gradient, LearnerSession, SessionName
+from offbeat.server.coordinator.session import NONCES_KEPT, Gradient, LearnerSession, Sender, SessionName
+from offbeat.server.parameter_layout import ParameterLayout
 from offbeat.server.run_setting import RunSetting
+from offbeat.server.shard.optimizers import hyper_fault
 from offbeat.server.wire import (
     INPUT,
+    MOST_INCARNATIONS,
     OUTPUT,
     RUN_ENDED,
     Ask,
@@ -85,6 +92,7 @@ from offbeat.server.wire import (
 )
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+CLOCK_S = 1.0  # by which a learner's clock may be ahead: on one host there is just one
 MOST_NON_FINITE = 20  # in a row, more than a loss scale may be halved; then a learner is sent away
 
 
@@ -210,6 +218,103 @@ class Coordinator:
             PauseRequest: lambda session, message: self.pauses.request(session),
             Bye: lambda session, message: self._give_up(session, why="it left", may_wake=False),
         }
+
+    # --- the gate: a message that does not fit is refused, and changes nothing --------------------------------------
+
+    def fault_of(self, message: INPUT, sender: Sender, at_s: float, table: ParameterLayout | None = None) -> str:
+        """Why a message is refused, in words; nothing if it is not."""
+        if isinstance(message, Hello | FromSession):
+            if sender.role != "learner" or message.learner != sender.number:
+                return f"{sender.role} {sender.number} sent a message in the name of learner {message.learner}"
+            if isinstance(message, Hello):
+                return self._hello_fault(message, sender, table)
+            session = self.sessions.get(message.learner)
+            if session is None or message.incarnation > session.incarnation:
+                return f"its message is from incarnation {message.incarnation} of the learner, which does not exist"
+            if not session.here or message.incarnation < session.incarnation:
+                return ""  # it is told that it is given up
+            return self._session_fault(message, session, at_s, table)
+        if isinstance(message, Ready | Done):
+            return self._server_fault(message, sender, table)
+        return f"a {sender.role} must not send the message {type(message).__name__}"
+
+    def _hello_fault(self, message: Hello, sender: Sender, table: ParameterLayout | None) -> str:
+        session = self.sessions.get(message.learner)
+        if session is None or message.nonce in session.nonces:
+            return ""  # it is refused by the machine, or answered as before
+        if table is not None and message.table != table.digest:
+            return "the digest in its message does not match the model that it has sent"
+        if session.incarnation + 1 >= MOST_INCARNATIONS:
+            return f"it has already joined {session.incarnation} times"
+        if message.after > session.incarnation:
+            return f"it claims to have been incarnation {message.after}, but the last one was {session.incarnation}"
+        if sender.incarnation and message.after != sender.incarnation:
+            # Else the slot of each session would be kept back for one that may still write there.
+            return f"it joins again as the successor of incarnation {message.after}, but it was {sender.incarnation}"
+        return ""
+
+    def _session_fault(
+        self, message: FromSession, session: LearnerSession, at_s: float, table: ParameterLayout | None
+    ) -> str:
+        last = 0 if session.go is None else session.go.seq
+        if isinstance(message, Push | Stop | Want | GroupCall) and message.seq > last:
+            return f"its message is about minibatch {message.seq}, but the last one it was told to compute is {last}"
+        if isinstance(message, Push | Stop):
+            if not message.began_s <= message.ended_s <= at_s + CLOCK_S:
+                return (
+                    f"its minibatch cannot have run from {message.began_s:g} to {message.ended_s:g} s: the time "
+                    f"is now {at_s:g} s"
+                )
+            if message.version > self.policy.version:
+                return f"it computed with version {message.version}, but the newest one is {self.policy.version}"
+            told = session.versions.get(message.seq, message.version)
+            if message.version != told and isinstance(message, Push) and not self.policy.rule.fetch_every:
+                return (
+                    f"it computed minibatch {message.seq} with version {message.version}, but was told to use "
+                    f"version {told}"
+                )
+            return self._push_fault(message, session, table) if isinstance(message, Push) else ""
+        if isinstance(message, Fetched) and message.pin > session.pin:
+            return f"it has read the weights with pin {message.pin}, but the last pin is {session.pin}"
+        if isinstance(message, Want) and message.count > message.of:
+            return f"it asks for {message.count} samples of a data set of {message.of}"
+        if isinstance(message, Ask) and not self.seeded:
+            return "it asks for weights before any exist"
+        if isinstance(message, GroupCall) and message.number > self.calls.last + 1:
+            return f"it makes call {message.number}, but the last one was {self.calls.last}"
+        return ""
+
+    def _push_fault(self, message: Push, session: LearnerSession, table: ParameterLayout | None) -> str:
+        if table is None:
+            return ""
+        if message.absent and max(message.absent) >= len(table.sizes):
+            return (
+                f"it reports no gradient for parameter {max(message.absent)}, but the model has only "
+                f"{len(table.sizes)} parameters"
+            )
+        if not message.hyper and not session.hyper:
+            return "it has never sent its hyperparameters"
+        if message.hyper and message.hyper != session.hyper:
+            return hyper_fault(table, message.hyper)
+        return ""
+
+    def _server_fault(self, message: Ready | Done, sender: Sender, table: ParameterLayout | None) -> str:
+        if sender.role != "server" or message.shard != sender.number or message.shard >= self.setting.shards:
+            return f"{sender.role} {sender.number} sent a message in the name of server {message.shard}"
+        if message.generation != sender.generation:
+            return f"it claims to be generation {message.generation}, but is {sender.generation}"
+        if isinstance(message, Ready) or table is None:
+            return ""
+        job = next((job for job in self.grants.repeat() if job.shard == message.shard), None)
+        if job is None or job.number != message.number:
+            return ""  # said before
+        start, end = table.shard(message.shard, self.setting.shards)
+        sums = 0 if job.kind == "apply" else -(-(end - start) // table.block)
+        if len(message.sums) not in (0, sums):  # none: its predecessor has done it, and died
+            return f"it answers with {len(message.sums)} sums, but its shard has {sums} blocks"
+        return ""
+
+    # --- what passes it ---------------------------------------------------------------------------------------------
 
     def handle(self, message: INPUT, at_s: float) -> list[OUTPUT]:
         """What is to be said about a message, in order."""

@@ -38,12 +38,12 @@ from offbeat.policies.damping import CORRECT, KEEP
 from offbeat.processes.child import Stopwatch, state_of
 from offbeat.server import handshake
 from offbeat.server.arena import Arena, ArenaLayout, stamp
-from offbeat.server.coordinator import gate, snapshot
+from offbeat.server.coordinator import snapshot
 from offbeat.server.coordinator.coordinator import Coordinator
 from offbeat.server.coordinator.invariants import stall_of
 from offbeat.server.coordinator.journal import Journal, JournalError
 from offbeat.server.coordinator.run_recorder import RecorderState, RunRecorder
-from offbeat.server.coordinator.session import SessionName
+from offbeat.server.coordinator.session import Sender, SessionName
 from offbeat.server.parameter_layout import ParameterLayout
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.shard.optimizers import check_rule
@@ -85,6 +85,7 @@ AGAIN_S = 1.0  # between two attempts to write a snapshot, where there is no roo
 MOST_NEWCOMERS = 64  # that have connected and not said who they are; of more, the oldest are sent away
 MOST_OF_ONE = 8  # connections of one learner or server
 MOST_AT_ONCE = 64  # connections that are accepted before the others are looked at
+MOST_REFUSED = 3  # messages of one sender; more is no accident
 MOST_SET_ASIDE = 16  # entries of a journal; with more of them it is not to be trusted
 MOST_LETTERS = 500  # of what is told of a message
 
@@ -163,8 +164,8 @@ class PeerConnection:
         return self.number, self.incarnation
 
     @property
-    def sender(self) -> gate.Sender:
-        return gate.Sender(self.role, self.number, self.incarnation, self.generation)
+    def sender(self) -> Sender:
+        return Sender(self.role, self.number, self.incarnation, self.generation)
 
     @property
     def patience_s(self) -> float:
@@ -573,7 +574,7 @@ class CoordinatorProcess:
             self._refuse(connection, str(error))
             return
         at_s = time.monotonic() - self.options.start_s
-        fault = gate.fault_of(message, connection.sender, self.machine, at_s, self.arena.table)
+        fault = self.machine.fault_of(message, connection.sender, at_s, self.arena.table)
         if fault:
             self._refuse(connection, f"{type(message).__name__}: {fault}")
             return
@@ -590,9 +591,9 @@ class CoordinatorProcess:
         self.recorder.refused += 1
         self.refused[connection.pid] += 1
         who = f"{connection.role} {connection.number}"
-        if self.refused[connection.pid] <= gate.MOST_REFUSED:
+        if self.refused[connection.pid] <= MOST_REFUSED:
             self._tell(f"rejected a message from {who}: {why}")
-        if self.refused[connection.pid] < gate.MOST_REFUSED:
+        if self.refused[connection.pid] < MOST_REFUSED:
             return
         self.sent_away[connection.pid] = why[:MOST_LETTERS]
         if connection.role == "server":

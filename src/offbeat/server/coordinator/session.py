@@ -1,13 +1,23 @@
-"""What the coordinator keeps of each learner and of each gradient."""
+"""What the coordinator keeps of each learner, of each gradient, and of who says something."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from offbeat.server.wire import Go, Granted, GroupCall, Hyper, Want, Weights
 
 NONCES_KEPT = 64  # of each learner: a Hello that was long on its way is no newcomer
 SessionName = tuple[int, int]  # a learner and its incarnation
+
+
+class Sender(NamedTuple):
+    """Whom a message is from, as its connection knows it."""
+
+    role: str  # "learner" or "server"
+    number: int
+    incarnation: int = 0  # of a learner: as whom it was welcome last
+    generation: int = 0  # of a server
 
 
 @dataclass(eq=False)
