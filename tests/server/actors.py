@@ -62,9 +62,8 @@ class Learner:
 
     def _nonces(self) -> Iterator[int]:
         while True:
-            self.world.nonce += 1
-            self.nonces.append(self.world.nonce)
-            yield self.world.nonce
+            self.nonces.append(self.world.new_nonce())
+            yield self.nonces[-1]
 
     # --- word -----------------------------------------------------------------------------------------------------
 

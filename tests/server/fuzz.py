@@ -227,14 +227,9 @@ class FuzzedWorld(World):
             return served.get(name)
         session = self.coordinator.sessions[sender.number]
         if kind is Hello:
-            process = self.places[sender.number].process
-            nonce = rng.choice((session.nonce or 1, next(self._nonces_of(process))))
+            nonce = rng.choice((session.nonce or 1, self.new_nonce()))
             return {"learner": sender.number, "nonce": nonce, "table": "table", "after": sender.incarnation}.get(name)
         return self._suited_of(kind, name, session)
-
-    def _nonces_of(self, process: Learner) -> Any:
-        self.nonce += 1
-        yield self.nonce
 
     def _suited_of(self, kind: type[Message], name: str, session: LearnerSession) -> Any:
         rng, machine = self.mutator.rng, self.coordinator

@@ -192,7 +192,7 @@ class World:
         self.quiet_from_s = rng.uniform(10, 60)
         self.story = Story()
         self.now = 0.0
-        self.nonce = 0
+        self.nonces = 0  # that were drawn
         self.stays: dict[tuple[int, int], int] = {}  # incarnation by learner and nonce, as whoever carries them knows
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
@@ -492,6 +492,11 @@ class World:
         known = self.known_as(process)
         if known:
             self._handle(Gone(process.learner, known))
+
+    def new_nonce(self) -> int:
+        """Never twice the same, and as a real one not to be guessed from those before."""
+        self.nonces += 1
+        return 1 + self.nonces * 0x9E3779B97F4A7C15 % (2**61 - 1)
 
     def known_as(self, process: Learner) -> int:
         """The latest incarnation of a process, as whoever carries messages knows it."""
