@@ -229,7 +229,7 @@ class Coordinator:
             if isinstance(message, Hello):
                 return self._hello_fault(message, sender, table)
             session = self.sessions.get(message.learner)
-            if session is None or message.incarnation > session.incarnation:
+            if session is None or not 1 <= message.incarnation <= session.incarnation:  # 0: one that has yet to join
                 return f"its message is from incarnation {message.incarnation} of the learner, which does not exist"
             if not session.here or message.incarnation < session.incarnation:
                 return ""  # it is told that it is given up
