@@ -21,7 +21,7 @@ def test_worlds_with_hostile_learners_and_servers_keep_every_law(first: int) -> 
 
 def test_an_answer_to_what_a_predecessor_said_as_nobody_does_not_drive_a_newcomer_away() -> None:
     """Found by chance: a message of incarnation 0 was answered, and a newcomer that was not welcome yet heard it."""
-    assert fuzz.run(43).sent["messages"] > 1000
+    assert fuzz.run(43).sent["messages"] > 100
 
 
 def test_a_real_run_goes_on_beside_a_hostile_learner() -> None:
