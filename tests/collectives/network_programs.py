@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import offbeat
+from offbeat.collectives import process_group
 from offbeat.collectives.backend import group_of
 from offbeat.collectives.process_group import OffbeatGroup
 from offbeat.errors import OffbeatError
@@ -407,6 +408,25 @@ def slow_link(rank: int, ranks: int) -> None:
     print(f"late: {stats.late}; notes: {stats.notes}; rates: {stats.host_rates}")
 
 
+def parts(rank: int, ranks: int) -> None:
+    """The last rank says that it has a GPU (see `main`): all cut large sums alike, wherever their tensors are."""
+    process_group.STAGED_BYTES = 4096
+    calls = offbeat.stats().calls
+    for items, cut_in in ((1, 1), (1024, 1), (1025, 2), (10_000, 10)):
+        check_sum(rank, ranks, items, torch.float32)
+        assert offbeat.stats().calls == calls + cut_in, (items, offbeat.stats().calls - calls)
+        calls += cut_in
+        mean = values(rank, items, torch.float32)
+        dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+        assert torch.allclose(mean, plain_sum(ranks, items, torch.float32) / ranks) or items == 0
+        same_bits(rank, ranks, items)
+        calls = offbeat.stats().calls
+    strided = torch.ones(5000, 2)[:, 0] * (rank + 1)
+    dist.all_reduce(strided)
+    assert torch.equal(strided, torch.full((5000,), ranks * (ranks + 1) / 2))
+    print("sums in parts are right")
+
+
 def other_call(rank: int, ranks: int) -> None:
     """Rank 0 reduces another size than the others."""
     try:
@@ -418,6 +438,8 @@ def other_call(rank: int, ranks: int) -> None:
 def main() -> None:
     name, rank, ranks, address = sys.argv[1:]
     torch.set_num_threads(1)
+    if name == "parts" and int(rank) == int(ranks) - 1:
+        torch.cuda.device_count = lambda: 1
     try:
         dist.init_process_group(
             "offbeat", init_method=f"tcp://{address}:29500", rank=int(rank), world_size=int(ranks),
@@ -426,7 +448,7 @@ def main() -> None:
     except OffbeatError as error:
         print(error)
         return
-    right = (sums, all_sums, coded, interface, collectives, every_collective, messages, slow_link)
+    right = (parts, sums, all_sums, coded, interface, collectives, every_collective, messages, slow_link)
     whole = {one.__name__: one for one in right}
     broken = {one.__name__: one for one in (reduce_for_ever, other_call, broken_messages)}
     for each in name.split(","):

@@ -72,6 +72,11 @@ def test_every_line_gives_the_plain_sum_and_the_same_bits_on_all_ranks(start_lab
     assert "neither encrypted nor authenticated" in printed[0] and "encrypted" not in printed[1] + printed[2]
 
 
+def test_where_one_rank_has_a_gpu_all_cut_large_sums_alike(start_lab: StartLab) -> None:
+    for text in finish(start(start_lab(hosts=2), [1, 1], "parts")):
+        assert "sums in parts are right" in text
+
+
 @pytest.mark.parametrize("ranks", [[1, 1, 1], [2, 2], [2, 1]])
 def test_coded_all_reduces_end_with_the_same_bits_across_hosts(start_lab: StartLab, ranks: list[int]) -> None:
     lab = start_lab(hosts=len(ranks))

@@ -229,7 +229,7 @@ class Flat:
 
 
 def flat_of(tensor: Tensor, *, on_cpu: bool = False, apart: bool = False, written: bool = False) -> Flat:
-    """Flat, of the same type. `on_cpu` makes a copy of a GPU's tensor, `apart` of any.
+    """Flat, of the same type. `on_cpu` makes a copy of a GPU's tensor, in pinned memory, `apart` of any.
 
     A tensor that is to be `written` must have a place for each of its items.
     """
@@ -240,9 +240,9 @@ def flat_of(tensor: Tensor, *, on_cpu: bool = False, apart: bool = False, writte
     if here and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         # An alias past autograd: the caller may reduce a leaf, or an inference tensor, in place.
         return Flat(_alias(tensor, (tensor.numel(),), (1,)))
-    device = "cpu" if on_cpu else tensor.device
+    device, pinned = "cpu" if on_cpu else tensor.device, on_cpu and tensor.is_cuda
     with torch.inference_mode(False):
-        return Flat(torch.empty(tensor.numel(), dtype=tensor.dtype, device=device), tensor)
+        return Flat(torch.empty(tensor.numel(), dtype=tensor.dtype, device=device, pin_memory=pinned), tensor)
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -256,9 +256,9 @@ def _alias(tensor: Tensor, shape: Sequence[int], stride: Sequence[int]) -> Tenso
         return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tuple(shape), tuple(stride))
 
 
-def bytes_of(tensor: Tensor, *, apart: bool = False, written: bool = False) -> Flat:
+def bytes_of(tensor: Tensor, *, on_cpu: bool = False, apart: bool = False, written: bool = False) -> Flat:
     """As bytes, for what is only moved: any type of item will do."""
-    flat = flat_of(tensor, apart=apart, written=written)
+    flat = flat_of(tensor, on_cpu=on_cpu, apart=apart, written=written)
     with torch.inference_mode(False):
         flat.tensor = flat.tensor.view(torch.uint8)
     return flat

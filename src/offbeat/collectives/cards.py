@@ -49,6 +49,7 @@ _FIELDS: Mapping[str, tuple[type, bool]] = {  # the type, and whether every card
     "address": (str, False),
     "port": (int, False),
     "key": (str, False),
+    "gpus": (int, False),
     "body": (str, False),  # what a rank says beside, as its reader knows it
     "error": (str, False),
 }

@@ -1,12 +1,15 @@
-"""Tensors on GPUs: NCCL where each rank has a GPU of its own, pinned shared memory where ranks share one.
+"""Tensors on GPUs: NCCL, pinned shared memory or pinned staging.
 
-Sharing a GPU is a set-up for tests: everything goes over the host. The arenas of all ranks are registered with CUDA, so
-that copies to and from them run at the speed of the bus.
+On one host, NCCL where each rank has a GPU of its own. Ranks that share one (a set-up for tests) use the shared
+memory: the arenas of all ranks are registered with CUDA, so that copies to and from them run at the speed of the bus.
+
+Across hosts, what lies on a GPU is copied to pinned memory, sent as any other tensor, and copied back; of a large sum
+some parts are copied while another is sent. NCCL is not taken there by itself: it knows no key. (`native` is NCCL.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -40,6 +43,31 @@ def nccl_backend(store: Any, rank: int, ranks: int, timeout: timedelta) -> Any:
     return dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, ranks, options)
 
 
+def parts_of(tensor: Tensor, items: int) -> tuple[Tensor, ...]:
+    """A flat tensor in parts of so many items, the last with what is left."""
+    return tensor.tensor_split(tuple(range(items, tensor.numel(), items)))
+
+
+def staged_parts(tensor: Tensor, items: int) -> Iterator[Tensor]:
+    """The parts of a GPU's flat tensor in pinned memory, in order; what is left in one goes back to the GPU.
+
+    The parts behind it come, and those before it go back, while the caller is at one.
+    """
+    held = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
+    parts = list(zip(parts_of(tensor, items), parts_of(held, items), strict=True))
+    arrivals = []
+    for there, here in parts:
+        here.copy_(there, non_blocking=True)
+        arrivals.append(torch.cuda.current_stream(tensor.device).record_event())
+    returning = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call] # torch's
+    for arrived, (there, here) in zip(arrivals, parts, strict=True):
+        arrived.synchronize()
+        yield here
+        with torch.cuda.stream(returning):
+            there.copy_(here, non_blocking=True)
+    returning.synchronize()
+
+
 class Gpus:
     """What the ranks of a group do with tensors that are on a GPU. Agreed on when the first one comes."""
 
@@ -49,10 +77,11 @@ class Gpus:
         self._nccl: Any = None
         self._met = False
         self._pinned: list[int] = []
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def nccl(self, device: torch.device) -> Any:
-        """NCCL's backend, or None where ranks share a GPU."""
-        if not self._met:
+        """NCCL's backend, or None where ranks share a GPU or are on several hosts."""
+        if self._transport.hosts is None and not self._met:
             self._meet(device)
             self._met = True
         return self._nccl
@@ -78,15 +107,22 @@ class Gpus:
                     self._pinned.append(segment.address)
 
     def staged(self, job: Job, device: torch.device) -> Job:
-        """A job that starts when the caller's kernels are done, and ends when its own copies are."""
+        """A job that starts when the caller's kernels are done, and ends when its own copies are.
+
+        It has a stream of its own: what the caller queues meanwhile, as the rest of backward, is not waited for.
+        """
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch's
         ready.record(torch.cuda.current_stream(device))
 
         def run(patience: Patience) -> None:
             with torch.cuda.device(device):
+                stream = self._streams.get(device)
+                if stream is None:
+                    stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
                 ready.synchronize()
-                job(patience)
-                torch.cuda.current_stream(device).synchronize()
+                with torch.cuda.stream(stream):
+                    job(patience)
+                stream.synchronize()
 
         return run
 

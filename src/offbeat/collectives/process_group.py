@@ -24,6 +24,7 @@ from torch import Tensor
 
 from offbeat.codecs import Codec
 from offbeat.collectives import memory
+from offbeat.collectives.binding import Place
 from offbeat.collectives.calls import (
     Call,
     Flat,
@@ -44,7 +45,7 @@ from offbeat.collectives.calls import (
 from offbeat.collectives.choice import Choice, Figures, NetworkFigures, line_of
 from offbeat.collectives.coded_calls import CodedCalls
 from offbeat.collectives.counters import Arrivals, Stats
-from offbeat.collectives.cuda import Gpus, first_tensor, or_nccl
+from offbeat.collectives.cuda import Gpus, first_tensor, or_nccl, parts_of, staged_parts
 from offbeat.collectives.executor import Executor
 from offbeat.collectives.links import HostRates, SlowLink, flows, host_rates, rank_pairs, slow_links
 from offbeat.collectives.messages import Messages
@@ -68,6 +69,7 @@ _MOST_SHIFTS = 3  # to so many other hosts
 _STREAMED_BYTES = (2 * 1024 * 1024, 16 * 1024 * 1024)  # to find how many streams are worth it: about
 _STREAMED_S = 0.03  # of sending
 _CODED_ITEMS = 4 * 1024 * 1024  # that a codec is timed with
+STAGED_BYTES = 16 * 1024 * 1024  # of a sum across hosts: one part is sent while others are copied from and to a GPU
 _LEAVE_S = 5.0  # what a call under way is given when its group is destroyed
 _RED: Any = dist.ReduceOp.RedOpType
 _NAMES = {
@@ -102,6 +104,8 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         self.residuals = Residuals()
         self._coded = CodedCalls(self._rank, self._ranks, self._executor)
         self._gpus = Gpus(store, transport)
+        self._across = transport.hosts is not None
+        self._in_parts = transport.remote is not None and transport.remote.gpus  # large sums; on all ranks alike
         self._together: list[PendingCall] | None = None
         self._large: Plan | None = None  # of the last call across hosts that was large
         self._owner = os.getpid()
@@ -271,6 +275,10 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
     def _written(self, call: Call) -> tuple[int, ...]:
         """The chunks that this rank writes: its own, and those that it passes on."""
         return program_of(call.plan, self._rank, self._transport.hosts).written
+
+    def _bytes(self, tensor: Tensor, *, apart: bool = False, written: bool = False) -> Flat:
+        """As bytes, where the transport can reach them."""
+        return bytes_of(tensor, on_cpu=self._across, apart=apart, written=written)
 
     def _job(self, call: Call, loads: Sequence[Flat], backs: Sequence[Flat], factor: float | None = None) -> Job:
         return partial(self._run, call, loads, backs, factor)
@@ -504,8 +512,17 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
             if coded is not None:
                 self._coded_all_reduce(tensor, reduction, coded, since, iteration, patience)
                 return
-            place = self._placements.place(tensor, bucket=bucket) if in_place else None
-            flats = [] if place and reduction != "mean" else [flat_of(tensor)]
+            if self._in_parts and (tensor.is_cuda or tensor.nbytes > STAGED_BYTES):
+                flat, most = flat_of(tensor), STAGED_BYTES // tensor.itemsize
+                flat.load()
+                for part in staged_parts(flat.tensor, most) if tensor.is_cuda else parts_of(flat.tensor, most):
+                    reduce([Flat(part)], None, part.numel(), patience)
+                flat.back()
+            else:
+                place = self._placements.place(tensor, bucket=bucket) if in_place else None
+                reduce([] if place and reduction != "mean" else [flat_of(tensor)], place, items, patience)
+
+        def reduce(flats: list[Flat], place: Place | None, items: int, patience: Patience) -> None:
             way = self._choice.of(items * tensor.itemsize)
             call = Call(
                 plan=way, dtype=tensor.dtype, what=what, items=items, reduction=reduction,
@@ -564,7 +581,7 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         written = self._rank != root
         jobs = []
         for tensor in tensors:
-            flat = bytes_of(tensor, written=written)
+            flat = self._bytes(tensor, written=written)
             call = self._call("broadcast", tensor, (flat.tensor.numel(),), root=root)
             call.whole = flat.tensor
             jobs.append(self._job(call, [flat], [flat] if written else []))
@@ -594,7 +611,7 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
 
     def _all_gather_single(self, output: Tensor, input: Tensor) -> Job:
         _check_split(output, input, self._ranks, "all_gather_into_tensor")
-        whole = flat_of(output, written=True)
+        whole = flat_of(output, on_cpu=self._across, written=True)
         return self._gather_job("all_gather", input, whole.tensor.tensor_split(self._ranks), whole=whole)
 
     @or_nccl("allgather_into_tensor_coalesced")
@@ -625,8 +642,8 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         if any(output.dtype != input.dtype for output in outputs):
             raise RequestError(f"{kind}: the outputs must be {input.dtype} as the input is")
         receives = root is None or root == self._rank
-        mine = bytes_of(input, apart=receives and _in_the_way([input], outputs, outputs[self._rank], input))
-        parts = [bytes_of(output, written=True) for output in outputs] if receives else []
+        mine = self._bytes(input, apart=receives and _in_the_way([input], outputs, outputs[self._rank], input))
+        parts = [self._bytes(output, written=True) for output in outputs] if receives else []
         call = self._call(kind, input, tuple(one.numel() * one.itemsize for one in outputs), root=root or 0)
         call.give = {self._rank: mine.tensor}
         call.take = {rank: part.tensor for rank, part in enumerate(parts)}
@@ -638,9 +655,9 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         sends = self._rank == root
         if sends and (len(inputs[0]) != self._ranks or any(one.numel() != output.numel() for one in inputs[0])):
             raise RequestError(f"scatter needs {self._ranks} inputs of {output.numel()} items at its root")
-        mine = bytes_of(output, written=True)
+        mine = self._bytes(output, written=True)
         apart = sends and _in_the_way(inputs[0], [output], inputs[0][root], output)
-        given = [bytes_of(one, apart=apart) for one in inputs[0]] if sends else []
+        given = [self._bytes(one, apart=apart) for one in inputs[0]] if sends else []
         call = self._call("scatter", output, (mine.tensor.numel(),) * self._ranks, root=root)
         call.give = {rank: one.tensor for rank, one in enumerate(given)}
         call.take = {self._rank: mine.tensor}
@@ -664,7 +681,7 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
 
     def _reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Job:
         _check_split(input, output, self._ranks, "reduce_scatter_tensor")
-        whole = flat_of(input)
+        whole = flat_of(input, on_cpu=self._across)
         return self._reduce_scatter(output, whole.tensor.tensor_split(self._ranks), opts, [whole])
 
     def _reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], opts: Any, wholes: Sequence[Flat] = ()) -> Job:
@@ -687,8 +704,8 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
 
     @or_nccl("alltoall")
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> PendingCall:
-        to = [bytes_of(one, written=True) for one in outputs]
-        given = [bytes_of(one, apart=any(_shared(one, output) for output in outputs)) for one in inputs]
+        to = [self._bytes(one, written=True) for one in outputs]
+        given = [self._bytes(one, apart=any(_shared(one, output) for output in outputs)) for one in inputs]
         parts = [one.tensor for one in to], [one.tensor for one in given]
         return self._submit([self._all_to_all(outputs[0], *parts, given, to)], outputs, opts)
 
@@ -696,7 +713,7 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
     ) -> PendingCall:
-        to, mine = bytes_of(output, written=True), bytes_of(input, apart=_shared(input, output))
+        to, mine = self._bytes(output, written=True), self._bytes(input, apart=_shared(input, output))
         parts = [self._rows(tensor, given, flat) for tensor, given, flat in (
             (output, output_sizes, to.tensor), (input, input_sizes, mine.tensor),
         )]  # fmt: skip
@@ -800,17 +817,17 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
 
     @or_nccl("send")
     def send(self, tensors: list[Tensor], to: int, tag: int) -> PendingCall:
-        flat = bytes_of(tensors[0])
+        flat = self._bytes(tensors[0])
         flat.load()
         return self._keep(self._messages.send(flat.tensor, to, tag))
 
     @or_nccl("recv")
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> PendingCall:
-        return self._keep(self._messages.receive(bytes_of(tensors[0], written=True), source, tag))
+        return self._keep(self._messages.receive(self._bytes(tensors[0], written=True), source, tag))
 
     @or_nccl("recv_anysource")
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> PendingCall:
-        return self._keep(self._messages.receive(bytes_of(tensors[0], written=True), None, tag))
+        return self._keep(self._messages.receive(self._bytes(tensors[0], written=True), None, tag))
 
 
 def _keep_dynamo_out(*classes: type) -> None:

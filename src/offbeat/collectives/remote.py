@@ -53,8 +53,11 @@ class RemoteRanks:
         connections: Mapping[int, Sequence[Stream]],
         where: Mapping[int, str],
         words_bytes: int,
+        *,
+        gpus: bool = False,
     ) -> None:
         self.here = here
+        self.gpus = gpus  # some rank of the group has one
         self.hosts = tuple(hosts)  # of every rank of the group
         self.streams = min((len(those) - 2 for those in connections.values()), default=1)  # to each, that can be used
         alone = len(connections) == len(self.hosts) - 1  # on its host: then a call does nothing but send and receive

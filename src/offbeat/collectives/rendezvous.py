@@ -19,6 +19,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch._C._distributed_c10d import Store
 
 from offbeat.collectives.cards import (
@@ -292,6 +293,7 @@ def meet_remote(
         here = _own_address(store, rank, cards, hosts)
         listener = _listen(here)
         places |= {"address": here.address, "port": listener.place.port}
+        places["gpus"] = torch.cuda.device_count()
         places["key"] = "" if key is None else key.fingerprint
     except OffbeatError as error:
         wrong = error
@@ -314,7 +316,8 @@ def meet_remote(
         except connections.Unreachable as lost:
             name = f"rank {names[lost.peer]} ({where[lost.peer]})"
             raise PeerError(f"{name} cannot be reached: {lost}", ranks=(names[lost.peer],)) from None
-        return RemoteRanks(here, hosts, met, where, words_bytes)
+        gpus = any(card.get("gpus") for card in theirs)
+        return RemoteRanks(here, hosts, met, where, words_bytes, gpus=gpus)
     finally:
         if listener is not None:
             listener.close()
