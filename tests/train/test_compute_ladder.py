@@ -204,6 +204,33 @@ def test_compiled_code_is_proved_right_dropout_and_norm_included(own_cache_key: 
     assert [str(one) for one in prove(compiled, eager, batches()) if not one.holds] == []
 
 
+class OtherRounding(DeviceStep):
+    """Its inputs are off by one rounding of float32."""
+
+    def add(self, inputs: Any, targets: Any, *, weight: float = 1.0, first: bool = True) -> Tensor:
+        return super().add(inputs * (1 + self.off), targets, weight=weight, first=first)
+
+    off = 2.0**-23
+
+
+class WrongInputs(OtherRounding):
+    off = 1e-2
+
+
+@pytest.mark.parametrize("kind", [OtherRounding, WrongInputs])
+def test_a_unit_at_the_edge_of_its_relu_may_be_on_either_side(kind: type[DeviceStep]) -> None:
+    torch.manual_seed(0)
+    first = nn.Linear(8, 16, bias=False)
+    model, given = nn.Sequential(first, nn.ReLU(), nn.Linear(16, 4)), batches()
+    with torch.no_grad():
+        found = first(given[1][0][:1])  # the sample whose outputs are then just below and above nothing
+        first.weight.sub_(found.T @ given[1][0][:1] / given[1][0][0].square().sum())
+    eager = step_of(model)
+    other = kind(model, eager.optimizer, eager.loss, eager.precision)
+    wrong = [one.what for one in prove(other, eager, given) if not one.holds]
+    assert bool(wrong) == (kind is WrongInputs), wrong
+
+
 class FrozenRate(DeviceStep):
     def update(self, lr: float, *, samples: int = 1) -> None:
         self.first_lr = getattr(self, "first_lr", lr)
