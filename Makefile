@@ -74,7 +74,7 @@ test-fuzz: setup
 # Every strategy trains the digits, and the ledger of samples is checked; then all that is too long for `make test`. Minutes.
 test-matrix: setup
 	@cd tests && ../$(BIN)/python -m train.matrix
-	@OFFBEAT_MATRIX=1 $(BIN)/pytest tests/train tests/process tests/server tests/simulate/test_server.py tests/simulate/test_compare_networks.py tests/test_cli.py tests/collectives/test_odd_uses.py
+	@OFFBEAT_MATRIX=1 $(BIN)/pytest tests/train tests/process tests/server tests/simulate/test_server.py tests/simulate/test_compare_networks.py tests/test_cli.py tests/collectives/test_odd_uses.py tests/collectives/test_across_hosts.py tests/collectives/test_keys_across_hosts.py tests/parallel
 
 # A run is killed at 60 points over its last second, and resumed: the same bits. Minutes.
 test-last-second: setup

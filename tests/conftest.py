@@ -33,6 +33,16 @@ LONG = (
     "test_autoload.py::test_a_broken_offbeat_does_not_break_import_torch[offbeat/collectives/backend.py]",
     "test_bench_training.py::test_a_benchmark_that_is_ended_leaves_nothing_behind",
     "test_server.py::test_seconds_per_update_with_a_heavy_tail[18",
+    "test_several_hosts.py::test_a_killed_host_ends_the_run_and_resumed_it_comes_to_the_same_bits",
+    "test_remote_runs.py::test_strangers_on_the_port_change_nothing",
+    "test_remote_runs.py::test_a_learner_that_is_killed_comes_back_and_every_sample_counts_once",
+    "test_work.py::test_torchrun_starts_the_learners_of_a_script_on_two_hosts",
+    "test_across_hosts.py::test_sharded_tensor_parallel_and_pipelined_programs_train_as_with_gloo",
+    "test_across_hosts.py::test_coded_all_reduces_end_with_the_same_bits_across_hosts[ranks0]",
+    "test_across_hosts.py::test_coded_all_reduces_end_with_the_same_bits_across_hosts[ranks2]",
+    "test_across_hosts.py::test_survivors_name_the_rank_that_is_gone[kill]",
+    "test_keys_across_hosts.py::test_strangers_at_the_meetings_of_a_training_do_not_get_in_and_change_no_bit",
+    "test_stage_ranks.py::test_ranks_that_are_processes_train_as_one_process[3]",
 )
 
 
