@@ -7,7 +7,6 @@ import json
 import math
 import shutil
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -223,6 +222,8 @@ def print_params(out: Terminal, params: Sequence[grammar.Param]) -> None:
 
 def check_writable(path: Path) -> None:
     """`RequestError` if a file of this name cannot be written, before the work that it is to hold."""
+    import tempfile  # takes as long to load as the rest of this file
+
     if path.is_dir() or not path.parent.is_dir():
         raise RequestError(f"cannot write {path}: it is a folder, or its folder does not exist")
     try:

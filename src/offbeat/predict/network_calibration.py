@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,10 @@ from offbeat.errors import RequestError
 from offbeat.schedules import build
 from offbeat.schedules.ir import chunk_sizes
 from offbeat.simulate.engine import Floats
-from offbeat.simulate.schedule_run import ProcessorCosts, ScheduleRun, run_schedule
 from offbeat.topology import Edge, Link, Topology
+
+if TYPE_CHECKING:
+    from offbeat.simulate.schedule_run import ProcessorCosts, ScheduleRun
 
 ITEM_BYTES = 4  # float32
 _ALIKE = 0.1  # links that differ by less are alike: what is left is chance
@@ -81,6 +83,8 @@ class NetworkCalibration:
         return len(self.sends)
 
     def costs(self) -> ProcessorCosts:
+        from offbeat.simulate.schedule_run import ProcessorCosts  # only for who runs a schedule
+
         return ProcessorCosts(
             call_s=self.call_s,
             message_s=self.message_s,
@@ -116,6 +120,8 @@ class NetworkCalibration:
 
     def run(self, line: str, placement: Sequence[int], size_bytes: int, calls: int = 1) -> ScheduleRun:
         """So many all-reduces one after the other."""
+        from offbeat.simulate.schedule_run import run_schedule
+
         schedule = build(line, ranks=len(placement))
         items = ITEM_BYTES if size_bytes % ITEM_BYTES == 0 else 1
         return run_schedule(

@@ -19,7 +19,6 @@ from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.cores import shared_s
 from offbeat.simulate.fair_network import Background
 from offbeat.simulate.result import Result, Tally
-from offbeat.simulate.schedule_run import run_schedule
 from offbeat.topology import Topology
 
 
@@ -71,6 +70,8 @@ def priced(strategy: str, topology: Topology) -> Callable[[int], float]:
 
 def contended(strategy: str, topology: Topology, background: Sequence[Background] = ()) -> Callable[[int], float]:
     """The same where its messages share the links with each other and with other traffic, rank by rank."""
+    from offbeat.simulate.schedule_run import run_schedule  # with --contended only
+
     schedule = build(strategy, ranks=topology.ranks)
     return cache(lambda size_bytes: run_schedule(schedule, topology, size_bytes, background=background).seconds)
 
