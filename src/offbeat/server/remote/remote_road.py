@@ -299,7 +299,7 @@ def _room(size_bytes: int) -> memoryview:
 
 
 class RemoteRoad:
-    """A run on another host. `host` names this one's places there (`remote.entry`)."""
+    """A run on another host. `host` names this one's places there (`remote.gateway`)."""
 
     def __init__(self, place: Place, key: RunKey | None, learner: int, host: bytes) -> None:
         self._place, self._key, self._learner, self._host = place, key, learner, host
