@@ -116,6 +116,14 @@ def test_replicas_of_stages_train_like_two_learners(tmp_path: Path) -> None:
     assert difference(ours, theirs) < 1e-6
 
 
+def test_messages_go_through_gloo_too(tmp_path: Path) -> None:
+    task = small_task(48, layers)
+    train = {"batch_size": 8, "epochs": 2, **HARD}
+    parallel = "stages=2,schedule=gpipe,microbatches=4"
+    ours = trained(tmp_path, task, learners=1, parallel=parallel, sync="native", train=train)
+    assert difference(ours, alone(tmp_path, task)) == 0.0
+
+
 def test_dropout_is_the_same_for_any_number_of_stages_and_with_recompute(tmp_path: Path) -> None:
     task = small_task(48, dropping)
     one = pipelined(tmp_path, task, "stages=1,microbatches=4")

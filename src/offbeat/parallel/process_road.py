@@ -3,6 +3,8 @@
 A send is handed over and goes on beside computing, as does a receive that was asked for; sends to the same rank are
 moved together. So many sends for each stage and direction may be under way: with as many as the schedule's proof asks
 for no rank waits for ever, since a receive is always posted by who waits for it.
+
+A message is waited for once. Gloo never says of one that it is over, and would wait for ever the second time.
 """
 
 from __future__ import annotations
@@ -34,11 +36,12 @@ class ProcessRoad:
         self._sending: dict[tuple[int, int], deque[tuple[Any, Tensor]]] = defaultdict(deque)
         self._coming: dict[StageMessage, tuple[Any, Tensor]] = {}
         self._awaited: Any = None
+        self._waited: Any = None  # what was waited for last
 
     def try_send(self, message: StageMessage, value: Tensor) -> bool:
         sending = self._sending[message.source, message.target]
-        while sending and sending[0][0].is_completed():
-            sending.popleft()[0].wait()
+        while sending and self._is_over(sending[0][0]):
+            sending.popleft()
         if len(sending) >= self.buffers:
             self._awaited = sending[0][0]
             return False
@@ -55,25 +58,33 @@ class ProcessRoad:
         if message not in self._coming:
             return None
         work, value = self._coming[message]
-        if not work.is_completed():
+        if not self._is_over(work):
             self._awaited = work
             return None
-        work.wait()  # raises what went wrong
         del self._coming[message]
         return value
 
     def wait(self) -> None:
         """Until what was refused last may be done."""
         self._awaited.wait()
+        self._waited = self._awaited
+
+    def _is_over(self, work: Any) -> bool:
+        if work is self._waited:
+            return True
+        if not work.is_completed():
+            return False
+        work.wait()  # raises what went wrong
+        return True
 
     def finish(self) -> Iterator[None]:
         """Yields while a send is under way; then the minibatch is over."""
         for sending in self._sending.values():
             while sending:
                 self._awaited, _ = sending[0]
-                if not self._awaited.is_completed():
+                if not self._is_over(self._awaited):
                     yield
-                sending.popleft()[0].wait()
+                sending.popleft()
 
     def _tag(self, message: StageMessage) -> int:
         """Two stages may be neighbours in both directions on the same two ranks."""
