@@ -219,6 +219,7 @@ def test_a_saved_graph_is_cut_without_measuring(tmp_path: Path, capsys: pytest.C
         (["--devices", "1,0"], "the speed of a device must be a number above 0"),
         (["--parts", "40"], "has 4 nodes: too few for 40 parts"),
         (["--memory", "1B"], "'1B' is ambiguous"),
+        (["--batch-size", "8"], "graph.json is measured already; remove --train.batch-size"),
     ],
 )
 def test_a_wrong_request_is_one_line(
@@ -229,3 +230,31 @@ def test_a_wrong_request_is_one_line(
     assert main(["partition", str(file), *words]) == 2
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "graph.json: is not JSON, or was cut off"),
+        ('{"name": "x", "nodes": []}', "graph.json: this is not the graph of a model: 'edges' is missing"),
+        ('{"name": "x", "nodes": [], "edges": [["a", 1]]}', "a time, a size or an edge is not a number"),
+        ('{"name": "x", "nodes": [], "edges": []}', "graph.json: the graph of 'x' has no nodes"),
+    ],
+)
+def test_a_file_that_is_no_graph_is_one_line(
+    text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "graph.json"
+    file.write_text(text)
+    assert main(["partition", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
+
+
+def test_more_microbatches_than_samples_are_refused_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["partition", "digits-mlp", "--batch-size", "8", "--microbatches", "9"]) == 2
+    assert "a minibatch of 8 samples cannot be split into 9 microbatches" in capsys.readouterr().err
+    assert main(["partition", "nothere.json"]) == 2
+    assert "partition: cannot read nothere.json: " in capsys.readouterr().err

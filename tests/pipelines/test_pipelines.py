@@ -367,6 +367,47 @@ def test_a_wrong_request_is_one_line(words: list[str], says: str, capsys: pytest
     assert says in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("0F0," + "x" * 200_000, "pipeline 'table' cannot be read as CSV: field larger than field limit"),
+        ("0F0,0B0\n\n1F0,1B0\n", "pipeline 'table': rank 1 has no actions; each line is the row of a rank"),
+        ("\n", "pipeline 'table' needs at least 1 rank and 1 microbatch"),
+    ],
+)
+def test_a_file_that_is_no_table_is_one_line(
+    text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "table.csv"
+    file.write_text(text)
+    assert main(["pipeline", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
+
+
+def test_a_table_from_a_file_has_no_formula_whatever_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An interleaved table with 4 stages on a rank, in a file that is called like the one with 2."""
+    file = tmp_path / "interleaved-1f1b.csv"
+    assert main(["pipeline", "interleaved-1f1b:4", "--stages", "2", "--csv", str(file), "--json"]) == 0
+    named = json.loads(capsys.readouterr().out)
+    assert named["closed_form"] == pytest.approx(named["bubble_share"])
+    file.write_text("\ufeff" + file.read_text())  # as a spreadsheet saves it
+    assert main(["pipeline", str(file), "--json"]) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert read["closed_form"] is None and read["seconds"] == named["seconds"]
+
+
+def test_ranks_of_a_table_may_have_unequal_numbers_of_stages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "table.csv"
+    file.write_text("0F0,1F0,1B0,0B0\n2F0,2B0\n")
+    assert main(["pipeline", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["seconds"] == 9.0
+
+
 def test_too_few_buffers_are_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pipeline", "1f1b", "--buffers", "0"]) == 1
     assert "deadlock with 0 buffers" in capsys.readouterr().err

@@ -37,12 +37,13 @@ from offbeat.pipelines.partition import (
     minimum_cut,
 )
 from offbeat.pipelines.partition_svg import partition_svg
-from offbeat.runs.untrusted import read_json
+from offbeat.runs.untrusted import UnusableFile, read_json
 from offbeat.spec import count_of, parse_count, parse_number, parse_size
 from offbeat.topology import Link
 from offbeat.train.arguments import given as changes_of
 from offbeat.train.config import check_batch_given
-from offbeat.train.config_files import changed, override, read_recipe
+from offbeat.train.config_files import changed, flag, override, read_recipe
+from offbeat.train.layout import DEFAULT_SCHEDULE, Layout
 from offbeat.train.recipes import DEFAULT
 
 _SHOWN_EDGES = 12
@@ -116,9 +117,12 @@ def _graph(given: argparse.Namespace) -> tuple[ModelGraph, str, int | None]:
     """From a file, or measured; and how, on how many samples."""
     name = given.recipe or DEFAULT
     if name.endswith(".json"):
-        return ModelGraph.from_json(read_json(Path(name))), "", None
+        if changes := changes_of(given):
+            raise RequestError(f"partition: {name} is measured already; remove {flag(next(iter(changes)))}")
+        return _read_graph(Path(name)), "", None
     config = override(read_recipe(name), changes_of(given))
     check_batch_given(config.train)
+    Layout(schedule=DEFAULT_SCHEDULE, microbatches=given.microbatches).check(batch_size=config.train.batch_size)
     config = changed(config, {"sync": "ring", "learners": 1, "slow": ()})
     samples = max(1, config.train.batch_size // given.microbatches)
     from offbeat.measure.graph_measure import measured_graph
@@ -127,6 +131,15 @@ def _graph(given: argparse.Namespace) -> tuple[ModelGraph, str, int | None]:
         progress(f"measuring {config.name}")
         graph, way = measured_graph(config, samples, given.repeats)
     return graph, way, samples
+
+
+def _read_graph(path: Path) -> ModelGraph:
+    try:
+        return ModelGraph.from_json(read_json(path))
+    except UnusableFile as error:
+        raise RequestError(f"partition: cannot read {path}: {error.why}") from None
+    except RequestError as error:
+        raise RequestError(f"partition: {path}: {error}") from None
 
 
 def _links(line: str, ranks: int) -> tuple[Link, ...]:

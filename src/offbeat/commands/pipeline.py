@@ -19,6 +19,7 @@ from offbeat.pipelines.pipeline_ranking import (
     pipeline_advice,
     rank_pipelines,
 )
+from offbeat.runs.untrusted import read_bytes
 from offbeat.spec import count_of, parse_count, parse_seconds, parse_size, parse_whole
 from offbeat.topology import Topology
 
@@ -39,27 +40,27 @@ def _run(given: argparse.Namespace) -> None:
         for name, found in (("stages", schedule.ranks), ("microbatches", schedule.microbatches)):
             if getattr(given, name) not in (None, found):
                 raise RequestError(f"pipeline: {given.name} has {found} {name}, not {getattr(given, name)}")
-        _one(given, schedule)
+        _one(given, schedule, is_named=False)
         return
     stages, microbatches = given.stages or _STAGES, given.microbatches or _MICROBATCHES
     if given.name is None:
         _rank_all(given, stages, microbatches)
     else:
-        _one(given, pipelines.build(given.name, stages=stages, microbatches=microbatches))
+        _one(given, pipelines.build(given.name, stages=stages, microbatches=microbatches), is_named=True)
 
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_bytes(path).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not a text file"
         raise RequestError(f"pipeline: cannot read {path}: {why}") from None
 
 
 def _costs(given: argparse.Namespace, ranks: int, stages: int) -> StageCosts:
-    """One time for all ranks, or one for each rank or stage."""
+    """One time for all ranks, or one for each rank or stage. Ranks with unequal numbers of stages: all stages equal."""
     counts = {len(times) for times in (given.forward, given.backward, given.weight) if times and len(times) > 1}
-    count = counts.pop() if counts else ranks
+    count = counts.pop() if counts else ranks if stages % ranks == 0 else stages
     if counts or count not in (ranks, stages):
         raise RequestError(f"pipeline: give one time, or one for each of {ranks} stages; got {count}")
 
@@ -93,7 +94,8 @@ def _unit(costs: StageCosts) -> Unit | None:
     return Unit(*(times[0] for times in kinds)) if all(len(set(times)) == 1 for times in kinds) else None
 
 
-def _one(given: argparse.Namespace, schedule: PipelineSchedule) -> None:
+def _one(given: argparse.Namespace, schedule: PipelineSchedule, *, is_named: bool) -> None:
+    """A file may be called what it likes: only a pipeline that was built by name has the formula of that name."""
     proof = pipelines.prove(schedule, buffers=given.buffers)
     costs = _costs(given, schedule.ranks, schedule.stages)
     machine = _machine(given, schedule.ranks)
@@ -104,7 +106,7 @@ def _one(given: argparse.Namespace, schedule: PipelineSchedule) -> None:
         write_file(given.csv, schedule.csv())
     formula = None
     unit = _unit(costs)
-    if unit is not None and machine is None and schedule.name.partition(":")[0] in pipelines.PIPELINES:
+    if unit is not None and machine is None and is_named:
         formula = pipelines.closed_form(
             schedule.name, stages=schedule.ranks, microbatches=schedule.microbatches, unit=unit
         )
@@ -129,7 +131,11 @@ def _one(given: argparse.Namespace, schedule: PipelineSchedule) -> None:
 def _count(schedule: PipelineSchedule) -> str:
     chunks = schedule.stages // schedule.ranks
     ranks = count_of(schedule.ranks, "rank") + (f" with {chunks} stages each" if chunks > 1 else "")
-    return f"{ranks}, {schedule.microbatches} microbatch{'' if schedule.microbatches == 1 else 'es'}"
+    return f"{ranks}, {_microbatches(schedule.microbatches)}"
+
+
+def _microbatches(count: int) -> str:
+    return f"{count} microbatch{'' if count == 1 else 'es'}"
 
 
 def _facts(
@@ -187,7 +193,7 @@ def _rank_all(given: argparse.Namespace, stages: int, microbatches: int) -> None
 
     def show(out: Terminal) -> None:
         ranks = count_of(stages, "stage")
-        heading(out, f"pipelines, {ranks}, {microbatches} microbatches{f', {machine.name}' if machine else ''}")
+        heading(out, f"pipelines, {ranks}, {_microbatches(microbatches)}{f', {machine.name}' if machine else ''}")
         columns = ("schedule", "steps", "time", f"vs {BASELINE}", "bubbles", "activations", "busiest rank sends")
         table(out, columns, rows)
         say(out, pipeline_advice(ranking))

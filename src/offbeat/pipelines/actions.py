@@ -139,12 +139,19 @@ class PipelineSchedule:
         """From a file that this or torch's `_dump_csv` wrote, with or without messages. Empty cells are idle steps."""
         if len(text) > 16 * MOST_ACTIONS:
             raise RequestError(f"pipeline '{name}': the file is too large")
-        rows = [
-            tuple(_cell(name, rank, step, word) for step, word in enumerate(line) if word.strip())
-            for rank, line in enumerate(csv.reader(io.StringIO(text)))
-        ]
+        try:
+            rows = [
+                tuple(_cell(name, rank, step, word) for step, word in enumerate(line) if word.strip())
+                for rank, line in enumerate(csv.reader(io.StringIO(text)))
+            ]
+        except csv.Error as error:
+            raise RequestError(f"pipeline '{name}' cannot be read as CSV: {error}") from None
         while rows and not rows[-1]:  # empty lines at the end of the file
             rows.pop()
+        if () in rows:
+            raise RequestError(
+                f"pipeline '{name}': rank {rows.index(())} has no actions; each line is the row of a rank"
+            )
         last = max((single.microbatch for row in rows for action in row for single in action.singles), default=-1)
         return cls(name=name, microbatches=last + 1, rows=tuple(rows))
 

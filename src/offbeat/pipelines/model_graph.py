@@ -75,9 +75,12 @@ class ModelGraph:
                 for node in told["nodes"]
             )
             edges = tuple((int(source), int(target)) for source, target in told["edges"])
-            return cls(name=str(told["name"]), nodes=nodes, edges=edges)
-        except (KeyError, TypeError, ValueError) as error:
-            raise RequestError(f"this is not the graph of a model: {error}") from None
+            name = str(told["name"])
+        except KeyError as error:
+            raise RequestError(f"this is not the graph of a model: {error} is missing") from None
+        except (TypeError, ValueError, OverflowError):
+            raise RequestError("this is not the graph of a model: a time, a size or an edge is not a number") from None
+        return cls(name=name, nodes=nodes, edges=edges)
 
 
 def chain(name: str, nodes: Sequence[GraphNode]) -> ModelGraph:
