@@ -47,6 +47,38 @@ def with_norms() -> nn.Module:
     return nn.Sequential(*parts, nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, CLASSES))
 
 
+class Turned(nn.Module):
+    """What was the first dimension becomes the second."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value.transpose(0, 1)
+
+
+class Scaled(nn.Module):
+    """Something to learn on values of which the second dimension is the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.tensor([[1.0], [2.0]]))
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value * self.by
+
+
+def turning() -> nn.Module:
+    """Two features, as many as a microbatch has samples: behind the first layer they stand where samples stood."""
+    return nn.Sequential(
+        nn.Linear(FEATURES, 2), Turned(), Scaled(), Turned(), nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, CLASSES)
+    )
+
+
+def with_one_norm() -> nn.Module:
+    """Batch norm whose statistics two layers share, and change in turns."""
+    norm = nn.BatchNorm1d(8)
+    parts: list[nn.Module] = [nn.Linear(FEATURES, 8), norm, nn.ReLU(), nn.Linear(8, 8), norm, nn.ReLU()]
+    return nn.Sequential(*parts, nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, CLASSES))
+
+
 def dropping() -> nn.Module:
     return nn.Sequential(
         nn.Linear(FEATURES, 16), nn.Dropout(0.5), nn.Linear(16, 16), nn.Dropout(0.2), nn.Linear(16, CLASSES)
@@ -86,6 +118,8 @@ def difference(one: Outcome, other: Outcome) -> float:
         (layers, "stages=2,microbatches=4", 0.0),
         (layers, "stages=2,schedule=zb-v,microbatches=4", 1e-6),  # four stages, two of them on the same rank
         (with_norms, "stages=3,schedule=gpipe,microbatches=4", 0.0),
+        (turning, "stages=3,microbatches=4", 0.0),
+        (with_one_norm, "stages=3,microbatches=4", 0.0),
     ],
 )
 def test_stages_train_like_one_learner_on_the_same_microbatches(
@@ -205,6 +239,10 @@ def test_what_a_pipeline_cannot_do_is_refused_in_one_line(changes: dict[str, Any
 def test_a_model_with_too_few_layers_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="has 3 stages, but this model can be cut into 2 at most"):
         trained(tmp_path, parallel="stages=3,microbatches=4")
+    with pytest.raises(RequestError, match="into 3 at most: what crosses a cut is one tensor"):
+        pipelined(tmp_path, small_task(48, turning), "stages=4,microbatches=4")
+    with pytest.raises(RequestError, match="into 4 at most"):  # it has six layers
+        pipelined(tmp_path, small_task(48, with_one_norm), "stages=5,microbatches=4")
 
 
 def test_microbatches_are_four_for_each_stage_by_default() -> None:

@@ -7,7 +7,7 @@ several nodes need is one output, and crosses a cut once. All numbers are of one
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -81,6 +81,13 @@ class ModelGraph:
         except (TypeError, ValueError, OverflowError):
             raise RequestError("this is not the graph of a model: a time, a size or an edge is not a number") from None
         return cls(name=name, nodes=nodes, edges=edges)
+
+
+def merged(nodes: Iterable[GraphNode]) -> GraphNode:
+    """Nodes of a chain as one: its output is that of the last."""
+    some = tuple(nodes)
+    sums = (sum(column) for column in list(zip(*some, strict=True))[1:-1])
+    return GraphNode(some[0].name, *sums, some[-1].output_bytes)
 
 
 def chain(name: str, nodes: Sequence[GraphNode]) -> ModelGraph:

@@ -24,7 +24,7 @@ from offbeat.number_format import format_seconds, percent
 from offbeat.parallel.model_pieces import check_pieces, pieces_of, writes_into_input
 from offbeat.parallel.process_road import Boundary
 from offbeat.pipelines.actions import PipelineSchedule
-from offbeat.pipelines.model_graph import GraphNode, chain
+from offbeat.pipelines.model_graph import GraphNode, chain, merged
 from offbeat.pipelines.partition import CutProblem, StageDevice, best_partition
 from offbeat.pipelines.pipeline_cost import StageCosts, price_pipeline
 from offbeat.pipelines.pipeline_proof import prove
@@ -104,13 +104,15 @@ def measure_pieces(config: Config, task: Task, build: Callable[[], nn.Module]) -
             raise
         parts = [model]  # it is not to be cut, only its memory is asked for
     wanted = math.ceil(config.train.batch_size / config.layout.microbatches)
-    samples = min(len(task.train), MOST_MEASURED, max(2, wanted))  # type: ignore[arg-type] # map-style
-    loader: DataLoader[Any] = DataLoader(task.train, batch_size=samples, collate_fn=collate_of(task.train))
-    inputs, targets = next(iter(loader))
+    most = len(task.train)  # type: ignore[arg-type] # a map-style set has a length
+    samples = min(most, MOST_MEASURED, max(2, wanted))
+    inputs, targets = _batch(task, samples)
     read = sum(_bytes(one) for one in leaves_of((inputs, targets)))
     precision = Precision(config.train.precision, torch.device("cpu"))
     with precision.computing():
-        boundaries = [_boundary(value, samples) for value in check_pieces(model, parts, inputs)]
+        boundaries = _boundaries(
+            model, parts, inputs, _batch(task, samples + 1 if samples < most else max(1, samples - 1))[0]
+        )
     nodes = _measured(parts, inputs, targets, task, precision)
     try:
         blocks = recompute_blocks(model)
@@ -142,20 +144,21 @@ def plan_stages(config: Config, measured: MeasuredPieces, room_bytes: float = ma
 
 def _plan(config: Config, schedule: PipelineSchedule, measured: MeasuredPieces, room_bytes: float) -> StagePlan:
     layout, nodes = config.layout, measured.nodes
-    if schedule.stages > len(nodes):
+    most = len(_blocks(measured))
+    if schedule.stages > most:
+        why = (
+            ""
+            if most == len(nodes)
+            else ": what crosses a cut is one tensor of floats whose first dimension is the samples"
+        )
         raise RequestError(
             f"parallel: '{schedule.name}' on {count_of(layout.stages, 'rank')} has {schedule.stages} stages, but this "
-            f"model can be cut into {len(nodes)} at most"
+            f"model can be cut into {most} at most{why}"
         )
     state = state_vectors(config.train)
     parts = _cut(config, schedule, measured, room_bytes, state)
     starts = tuple(parts.index(stage) for stage in range(schedule.stages))
     boundaries = [measured.boundaries[start - 1] for start in starts[1:]]
-    if None in boundaries:
-        raise RequestError(
-            "parallel: between two stages of this model there is no tensor of floating-point numbers whose first "
-            "dimension is the samples"
-        )
     own = _ranges(starts, len(nodes))
     price, proof = price_pipeline(schedule, StageCosts.of(nodes, parts)), prove(schedule)
     ends = (schedule.placement[0], schedule.placement[schedule.stages - 1])  # who reads samples
@@ -193,14 +196,17 @@ def _cut(
 ) -> tuple[int, ...]:
     """The stage of each piece: the fastest cut inside the memory, or, where none is, the fastest."""
 
+    blocks = _blocks(measured)
+
     def best(memory_bytes: float) -> tuple[int, ...]:
         problem = CutProblem(
-            graph=chain(config.name, measured.nodes),
+            graph=chain(config.name, [merged(measured.nodes[at] for at in block) for block in blocks]),
             devices=(StageDevice(memory_bytes=memory_bytes),) * schedule.stages,
             microbatches=schedule.microbatches,
             state=state,
         )
-        return best_partition(problem).parts
+        parts = best_partition(problem).parts
+        return tuple(part for part, block in zip(parts, blocks, strict=True) for _ in block)
 
     try:
         return best(max(1.0, room_bytes))
@@ -248,8 +254,41 @@ def state_vectors(train: TrainConfig) -> int:
     return 2 + STATES.get(train.optimizer, 1 if train.momentum else 0)
 
 
-def _boundary(value: object, samples: int) -> Boundary | None:
-    if not isinstance(value, Tensor) or not value.is_floating_point() or len(value) != samples:
+def _blocks(measured: MeasuredPieces) -> list[range]:
+    """The pieces between two places at which the model can be cut."""
+    ends = [at + 1 for at, boundary in enumerate(measured.boundaries) if boundary is not None]
+    return _ranges((0, *ends), len(measured.nodes))
+
+
+def _batch(task: Task, samples: int) -> Any:
+    loader: DataLoader[Any] = DataLoader(task.train, batch_size=samples, collate_fn=collate_of(task.train))
+    return next(iter(loader))
+
+
+def _boundaries(model: nn.Module, pieces: Sequence[nn.Module], inputs: Any, others: Any) -> list[Boundary | None]:
+    """What lies behind each piece; of `others` there are more samples, or fewer. None also between pieces that change
+    the same buffer, such as statistics of a batch norm: stages would each have their own.
+    """
+    users: dict[int, list[int]] = {}
+    for at, piece in enumerate(pieces):
+        for one in piece.buffers():
+            users.setdefault(id(one), []).append(at)
+    shared = {id(one): one for piece in pieces for one in piece.buffers() if len(users[id(one)]) > 1}
+    before = {key: one.clone() for key, one in shared.items()}
+    passed = check_pieces(model, pieces, inputs)
+    found = [_boundary(*pair) for pair in zip(passed, check_pieces(model, pieces, others), strict=True)]
+    for key, one in shared.items():
+        if not torch.equal(one, before[key]):
+            for at in range(users[key][0], users[key][-1]):
+                found[at] = None
+    return found
+
+
+def _boundary(value: object, other: object) -> Boundary | None:
+    """Of what a piece has made of two numbers of samples."""
+    if not isinstance(value, Tensor) or not isinstance(other, Tensor) or not value.is_floating_point():
+        return None
+    if not value.dim() or len(value) == len(other) or value.shape[1:] != other.shape[1:]:
         return None
     return Boundary(tuple(value.shape[1:]), value.dtype)
 
