@@ -4,7 +4,7 @@
     python -m parallel.stage_ranks NAMES RANKS ADDRESS RANK      one of them; the first is on the host of this address
 
 NAMES are combinations like zb-v/transformer, with commas between them. Prints a line for each and precision: by how
-much gradients differ after one minibatch, relative to the largest, and weights after some updates with clipping,
+much gradients differ after one minibatch, relative to the largest, and weights after 20 updates with clipping,
 momentum and a learning-rate schedule.
 """
 
@@ -32,7 +32,8 @@ from offbeat.pipelines import build, prove
 from offbeat.pipelines.pipeline_messages import with_early_receives
 from parallel.cases import MICROBATCHES, Case, case_of, whole_backward
 
-UPDATES = {torch.float32: 2, torch.float64: 20}
+UPDATES = 20
+PRECISIONS = (torch.float32, torch.float64)
 CLIPPED = 0.05
 
 
@@ -119,7 +120,7 @@ def train_whole(name: str, dtype: torch.dtype) -> tuple[list[list[Tensor]], list
     whole = nn.ModuleList(case.pieces)
     optimizer, rate = optimizer_of(list(whole.parameters()))
     gradients: list[list[Tensor]] = []
-    for update in range(UPDATES[dtype]):
+    for update in range(UPDATES):
         optimizer.zero_grad()
         whole_backward(case, list(whole), update)
         gradients = gradients or [gradients_of(piece) for piece in whole]
@@ -144,7 +145,7 @@ def compare(line: str, name: str, rank: int, ranks: int, dtype: torch.dtype) -> 
     gradients, states = train_whole(name, dtype)
     optimizer, rate = optimizer_of(mine.own)
     differs = 0.0
-    for update in range(UPDATES[dtype]):
+    for update in range(UPDATES):
         mine.pieces.zero_grad()
         mine.backward(update)
         if not update:
@@ -161,7 +162,7 @@ def compare(line: str, name: str, rank: int, ranks: int, dtype: torch.dtype) -> 
 def compare_all(names: str, rank: int, ranks: int) -> None:
     for each in names.split(","):
         line, _, name = each.partition("/")
-        for dtype in UPDATES:
+        for dtype in PRECISIONS:
             gradients, weights = compare(line, name, rank, ranks, dtype)
             if rank == 0:
                 print(each, ranks, str(dtype).partition(".")[2], gradients, weights, flush=True)
@@ -189,7 +190,7 @@ def main(names: str, ranks: str, address: str, rank: str = "") -> None:
         return
     torch.set_num_threads(1)
     for each in names.split(","):
-        for dtype in UPDATES:
+        for dtype in PRECISIONS:
             train_whole(each.partition("/")[2], dtype)  # once, for all ranks
     children = []
     for rank_here in range(int(ranks)):

@@ -86,8 +86,14 @@ class ModelGraph:
 def merged(nodes: Iterable[GraphNode]) -> GraphNode:
     """Nodes of a chain as one: its output is that of the last."""
     some = tuple(nodes)
-    sums = (sum(column) for column in list(zip(*some, strict=True))[1:-1])
-    return GraphNode(some[0].name, *sums, some[-1].output_bytes)
+    return GraphNode(
+        some[0].name,
+        sum(node.forward_s for node in some),
+        sum(node.backward_s for node in some),
+        sum(node.parameter_bytes for node in some),
+        sum(node.kept_bytes for node in some),
+        some[-1].output_bytes,
+    )
 
 
 def chain(name: str, nodes: Sequence[GraphNode]) -> ModelGraph:
