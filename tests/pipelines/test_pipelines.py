@@ -32,6 +32,7 @@ from offbeat.pipelines import (
     with_messages,
     without_messages,
 )
+from offbeat.pipelines.model_graph import GraphNode
 from offbeat.pipelines.pipeline_messages import with_early_receives
 from offbeat.pipelines.pipeline_ranking import advised_pipeline, costs_for, rank_pipelines
 
@@ -242,6 +243,21 @@ def test_with_unequal_stages_the_slowest_paces_all() -> None:
     assert made.busy_s == (30, 60, 30)
     assert made.bubble_share == pytest.approx(1 - 120 / (3 * made.seconds))
     assert 60 < price(build("1f1b", stages=3, microbatches=10), costs).seconds <= made.seconds
+
+
+def test_halves_of_a_backward_pass_take_what_they_take_apart() -> None:
+    """Two stages of two layers. The inputs of the first are data, so its second half is the whole pass."""
+    measured = GraphNode("layer", 1.0, 2.0, input_s=1.5, weight_s=1.0)
+    costs = StageCosts.of((measured,) * 4, (0, 0, 1, 1))
+    assert (costs.input_s, costs.weight_s, costs.backward_s) == ((0.0, 3.0), (4.0, 2.0), (4.0, 4.0))
+    assert [costs.seconds(Action.parse(text)) for text in ("0F0", "0B0", "1B0", "0I0", "0W0", "1I0", "1W0")] == [
+        2.0, 4.0, 4.0, 0.0, 4.0, 3.0, 2.0
+    ]  # fmt: skip
+    assert costs.cut(2).seconds(Action.parse("3B0")) == 2.0
+    unmeasured = StageCosts.of((GraphNode("layer", 1.0, 2.0),) * 4, (0, 0, 1, 1))
+    assert (unmeasured.input_s, unmeasured.weight_s) == ((0.0, 2.0), (4.0, 2.0))
+    whole, split = (price(build(line, stages=2, microbatches=4), costs).busy_s for line in ("1f1b", "zb-h1"))
+    assert whole == (24.0, 24.0) and split == (24.0, 28.0)
 
 
 def test_messages_take_their_time_on_the_links() -> None:

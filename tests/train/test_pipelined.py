@@ -30,6 +30,7 @@ from offbeat.train.config import Config
 from offbeat.train.config_files import changed, read_config
 from offbeat.train.layout import layout_of, process_names
 from offbeat.train.models import Transformer
+from offbeat.train.stage_plan import MeasuredPieces, measure_pieces, plan_stages
 from offbeat.train.tasks import Task, Tensors, cross_entropy
 from train.runs import CLASSES, FEATURES, Outcome, small_task, trained
 
@@ -243,6 +244,24 @@ def test_a_model_with_too_few_layers_is_refused_before_anything_starts(tmp_path:
         pipelined(tmp_path, small_task(48, turning), "stages=4,microbatches=4")
     with pytest.raises(RequestError, match="into 4 at most"):  # it has six layers
         pipelined(tmp_path, small_task(48, with_one_norm), "stages=5,microbatches=4")
+
+
+def test_a_prediction_has_the_halves_the_update_and_what_is_computed_again() -> None:
+    task = small_task(96, layers)
+
+    def measured(parallel: str) -> tuple[Config, MeasuredPieces]:
+        config = changed(Config(), {"learners": 1, "parallel": parallel, "train": {"batch_size": 32}})
+        return config, measure_pieces(config, task, task.build)
+
+    _, whole = measured("stages=2,microbatches=4")
+    assert all(not node.input_s and not node.weight_s for node in whole.nodes)
+    config, split = measured("stages=2,microbatches=4,schedule=zb-h1")
+    first, *others = split.nodes
+    assert not first.input_s and all(node.input_s and node.weight_s for node in others)
+    assert len(split.update_s) == len(split.nodes) and all(split.update_s)
+    seconds = plan_stages(config, split).seconds
+    assert plan_stages(config, split._replace(update_s=())).seconds < seconds
+    assert seconds < plan_stages(changed(config, {"train": {"recompute": True}}), split).seconds
 
 
 def test_microbatches_are_four_for_each_stage_by_default() -> None:

@@ -15,7 +15,11 @@ from offbeat.errors import RequestError
 
 
 class GraphNode(NamedTuple):
-    """An operation: seconds of its passes, bytes of its parameters, of what it keeps for backward, of its output."""
+    """An operation: seconds of its passes, bytes of its parameters, of what it keeps for backward, of its output.
+
+    `input_s` and `weight_s` are the halves of a backward pass that is computed in two, which takes longer than one; 0
+    where that was not measured.
+    """
 
     name: str
     forward_s: float
@@ -23,6 +27,13 @@ class GraphNode(NamedTuple):
     parameter_bytes: int = 0
     kept_bytes: int = 0
     output_bytes: int = 0
+    input_s: float = 0.0
+    weight_s: float = 0.0
+
+    @property
+    def halves_s(self) -> tuple[float, float]:
+        """Gradients of inputs, then those of weights: as measured, else half of a backward pass each."""
+        return (self.input_s, self.weight_s) if self.input_s or self.weight_s else (self.backward_s / 2,) * 2
 
     @property
     def compute_s(self) -> float:
@@ -71,6 +82,7 @@ class ModelGraph:
                     float(node["forward_s"]),
                     float(node["backward_s"]),
                     *(int(node[key]) for key in ("parameter_bytes", "kept_bytes", "output_bytes")),
+                    *(float(node.get(key, 0.0)) for key in ("input_s", "weight_s")),
                 )
                 for node in told["nodes"]
             )
@@ -93,6 +105,8 @@ def merged(nodes: Iterable[GraphNode]) -> GraphNode:
         sum(node.parameter_bytes for node in some),
         sum(node.kept_bytes for node in some),
         some[-1].output_bytes,
+        sum(node.input_s for node in some),
+        sum(node.weight_s for node in some),
     )
 
 

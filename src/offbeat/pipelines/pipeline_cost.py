@@ -1,7 +1,8 @@
 """What a pipeline costs: seconds, bubbles, activations.
 
 The model. A rank carries out its row in order, one action at a time; it waits for what an action needs. A whole
-backward pass takes the time of its two halves, an overlapped pair the time of both of its passes. Messages travel
+backward pass takes the time of its two halves, unless it was measured by itself; an overlapped pair takes the time of
+both of its passes. Messages travel
 beside computing: one goes off when it is made and every link of its route is free, and takes the latency of the route
 plus its bytes at the slowest link. A link carries one message at a time in each direction; there are always buffers.
 Gradients of inputs are as large as those inputs. What it leaves out: the update, and the time to start an action.
@@ -26,31 +27,44 @@ from offbeat.topology import Edge, Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCosts:
-    """Seconds of one microbatch in each stage, and the bytes that go from each stage to the next."""
+    """Seconds of one microbatch in each stage, and the bytes that go from each stage to the next.
+
+    `backward_s`: of a backward pass in one action; none: that of its halves.
+    """
 
     forward_s: tuple[float, ...]
     input_s: tuple[float, ...]
     weight_s: tuple[float, ...]
     activation_bytes: tuple[int, ...] = ()
+    backward_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         stages = len(self.forward_s)
         if not stages or len(self.input_s) != stages or len(self.weight_s) != stages:
             raise RequestError("forward, input and weight times are given for the same stages")
-        if not all(math.isfinite(s) and s >= 0 for some in (self.forward_s, self.input_s, self.weight_s) for s in some):
+        if len(self.backward_s) not in (0, stages):
+            raise RequestError(f"{stages} stages need {stages} times of a backward pass, or none")
+        times = (*self.forward_s, *self.input_s, *self.weight_s, *self.backward_s)
+        if not all(math.isfinite(time) and time >= 0 for time in times):
             raise RequestError("the times of a stage are 0 or more")
         if len(self.activation_bytes) not in (0, stages - 1) or any(size < 0 for size in self.activation_bytes):
             raise RequestError(f"{stages} stages need {stages - 1} activation sizes of 0 or more")
 
     @classmethod
     def of(cls, nodes: Sequence[GraphNode], parts: Sequence[int], *, sends: bool = False) -> StageCosts:
-        """Of a chain of which node n is in stage `parts[n]`; the two halves of a backward pass are taken as equal."""
+        """Of a chain of which node n is in stage `parts[n]`. The inputs of the first stage are data and have no
+        gradients: there the second half is the whole backward pass."""
         own = [[node for node, part in zip(nodes, parts, strict=True) if part == at] for at in range(max(parts) + 1)]
-        halves = tuple(math.fsum(node.backward_s for node in some) / 2 for some in own)
+        backward = tuple(math.fsum(node.backward_s for node in some) for some in own)
+        input_s, weight_s = zip(
+            *((math.fsum(half) for half in zip(*(node.halves_s for node in some), strict=True)) for some in own),
+            strict=True,
+        )
         return cls(
             forward_s=tuple(math.fsum(node.forward_s for node in some) for some in own),
-            input_s=halves,
-            weight_s=halves,
+            input_s=(0.0, *input_s[1:]),
+            weight_s=(backward[0], *weight_s[1:]),
+            backward_s=backward,
             activation_bytes=tuple(some[-1].output_bytes for some in own[:-1]) if sends else (),
         )
 
@@ -61,7 +75,7 @@ class StageCosts:
     def seconds(self, action: Action) -> float:
         times: dict[str, tuple[tuple[float, ...], ...]] = {
             FORWARD: (self.forward_s,),
-            BACKWARD: (self.input_s, self.weight_s),
+            BACKWARD: (self.backward_s,) if self.backward_s else (self.input_s, self.weight_s),
             INPUT: (self.input_s,),
             WEIGHT: (self.weight_s,),
         }
@@ -82,6 +96,7 @@ class StageCosts:
             forward_s=each(self.forward_s),
             input_s=each(self.input_s),
             weight_s=each(self.weight_s),
+            backward_s=each(self.backward_s),
             activation_bytes=sizes[: self.stages * chunks - 1],
         )
 

@@ -23,7 +23,8 @@ from offbeat.machine import forked_bytes
 from offbeat.number_format import format_seconds, percent
 from offbeat.parallel.model_pieces import check_pieces, pieces_of, writes_into_input
 from offbeat.parallel.process_road import Boundary
-from offbeat.pipelines.actions import PipelineSchedule
+from offbeat.parallel.split_backward import backward_inputs, backward_weights
+from offbeat.pipelines.actions import INPUT, PipelineSchedule
 from offbeat.pipelines.model_graph import GraphNode, chain, merged
 from offbeat.pipelines.partition import CutProblem, StageDevice, best_partition
 from offbeat.pipelines.pipeline_cost import StageCosts, price_pipeline
@@ -33,7 +34,7 @@ from offbeat.spec import count_of
 from offbeat.train.config import Config, TrainConfig
 from offbeat.train.device_step import leaves_of
 from offbeat.train.layout import AUTO, process_names
-from offbeat.train.learning_rate import STATES
+from offbeat.train.learning_rate import STATES, optimizer_of, step_of
 from offbeat.train.precision import Precision
 from offbeat.train.recompute import recompute_blocks
 from offbeat.train.tasks import Task, collate_of
@@ -50,6 +51,7 @@ class MeasuredPieces(NamedTuple):
     samples: int
     sample_bytes: float = 0.0  # of a sample as it is read
     base_bytes: int = 0  # that a fork of the process has, before it was measured
+    update_s: tuple[float, ...] = ()  # of each piece: its part of a step of the optimizer
     blocks: int = 0  # that `train.recompute` computes again one by one, without a pipeline; 0: it cannot
 
     def scaled(self, samples: float) -> MeasuredPieces:
@@ -63,6 +65,8 @@ class MeasuredPieces(NamedTuple):
                 one.parameter_bytes,
                 int(one.kept_bytes * factor),
                 int(one.output_bytes * factor),
+                one.input_s * factor,
+                one.weight_s * factor,
             )
             for one in self.nodes
         )
@@ -113,12 +117,15 @@ def measure_pieces(config: Config, task: Task, build: Callable[[], nn.Module]) -
         boundaries = _boundaries(
             model, parts, inputs, _batch(task, samples + 1 if samples < most else max(1, samples - 1))[0]
         )
-    nodes = _measured(parts, inputs, targets, task, precision)
+    nodes = _measured(parts, inputs, targets, task, precision, apart=_splits_backward(config))
+    update_s = tuple(_update_s(part, config.train) for part in parts) if config.parallel else ()
     try:
         blocks = recompute_blocks(model)
     except RequestError:
         blocks = 0
-    return MeasuredPieces(tuple(nodes), tuple(boundaries), samples, read / samples, base, blocks).scaled(wanted)
+    return MeasuredPieces(tuple(nodes), tuple(boundaries), samples, read / samples, base, update_s, blocks).scaled(
+        wanted
+    )
 
 
 def plan_stages(config: Config, measured: MeasuredPieces, room_bytes: float = math.inf) -> StagePlan:
@@ -160,13 +167,18 @@ def _plan(config: Config, schedule: PipelineSchedule, measured: MeasuredPieces, 
     starts = tuple(parts.index(stage) for stage in range(schedule.stages))
     boundaries = [measured.boundaries[start - 1] for start in starts[1:]]
     own = _ranges(starts, len(nodes))
-    price, proof = price_pipeline(schedule, StageCosts.of(nodes, parts)), prove(schedule)
+    computed = [_recomputed(node) for node in nodes] if config.train.recompute else nodes
+    price, proof = price_pipeline(schedule, StageCosts.of(computed, parts)), prove(schedule)
+    updates = [0.0] * schedule.ranks
+    for part, update_s in zip(parts, measured.update_s, strict=False):
+        updates[schedule.placement[part]] += update_s
+    seconds = price.seconds + max(updates)
     ends = (schedule.placement[0], schedule.placement[schedule.stages - 1])  # who reads samples
     held = ", ".join(str(peak) for peak in proof.peak_activations)
     words = (
         f"pipeline {schedule.name}: {count_of(schedule.stages, 'stage')} on {count_of(layout.stages, 'rank')}, "
         f"{layout.microbatches} microbatches of about {count_of(measured.samples, 'sample')}; predicted: "
-        f"{format_seconds(price.seconds)} per update, {percent(price.bubble_share)} bubbles, activations of at most "
+        f"{format_seconds(seconds)} per update, {percent(price.bubble_share)} bubbles, activations of at most "
         f"{held} microbatches by rank"
     )
     return StagePlan(
@@ -174,7 +186,7 @@ def _plan(config: Config, schedule: PipelineSchedule, measured: MeasuredPieces, 
         buffers=proof.buffers,
         starts=starts,
         boundaries=tuple(one for one in boundaries if one is not None),
-        seconds=price.seconds,
+        seconds=seconds,
         need_bytes=tuple(
             rank_need(
                 measured,
@@ -297,19 +309,60 @@ def _ranges(starts: Sequence[int], pieces: int) -> list[range]:
     return [range(start, end) for start, end in pairwise((*starts, pieces))]
 
 
+def _splits_backward(config: Config) -> bool:
+    """Whether some backward passes are computed in two halves."""
+    layout = config.layout
+    if not config.parallel or layout.schedule == AUTO:
+        return bool(config.parallel)
+    schedule = build_pipeline(layout.schedule, stages=layout.stages, microbatches=layout.microbatches)
+    return any(single.kind == INPUT for _, _, action in schedule.places() for single in action.singles)
+
+
+def _recomputed(node: GraphNode) -> GraphNode:
+    """With `train.recompute`: the forward pass is computed again, and both halves of a backward pass in the first."""
+    both_s = node.forward_s + node.backward_s
+    return node._replace(backward_s=both_s, input_s=both_s, weight_s=0.0)
+
+
+def _update_s(piece: nn.Module, train: TrainConfig) -> float:
+    """Of a piece of which the weights may be changed: the norm of its gradients, and the second step."""
+    own = [one for one in piece.parameters() if one.requires_grad]
+    if not own:
+        return 0.0
+    for one in own:
+        one.grad = torch.zeros_like(one)
+    step = step_of(optimizer_of(piece, train), torch.device("cpu"))
+    step()
+    began_s = _clock()
+    torch._foreach_norm([one.grad for one in own if one.grad is not None])
+    step()
+    ended_s = _clock()
+    piece.zero_grad(set_to_none=True)
+    return ended_s - began_s
+
+
+def _clock() -> float:
+    """With one thread its own time is taken: what else the machine does is left out."""
+    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
 def _measured(
-    pieces: Sequence[nn.Module], inputs: Any, targets: Any, task: Task, precision: Precision
+    pieces: Sequence[nn.Module], inputs: Any, targets: Any, task: Task, precision: Precision, *, apart: bool
 ) -> list[GraphNode]:
-    """Of each piece the seconds forward and backward, the fastest of a few, and its bytes."""
+    """Of each piece the seconds forward and backward, the fastest of a few, and its bytes. `apart`: the two halves of a
+    backward pass too."""
     began_s = time.monotonic()
     found: list[GraphNode] = []
     for repeat in range(REPEATS):
         if repeat and time.monotonic() - began_s > MOST_S:
             break
-        now = _measured_once(pieces, inputs, targets, task, precision)
+        now = _measured_once(pieces, inputs, targets, task, precision, apart=apart)
         found = [
             one._replace(
-                forward_s=min(one.forward_s, other.forward_s), backward_s=min(one.backward_s, other.backward_s)
+                forward_s=min(one.forward_s, other.forward_s),
+                backward_s=min(one.backward_s, other.backward_s),
+                input_s=min(one.input_s, other.input_s),
+                weight_s=min(one.weight_s, other.weight_s),
             )
             for one, other in zip(found or now, now, strict=True)
         ]
@@ -317,9 +370,10 @@ def _measured(
 
 
 def _measured_once(
-    pieces: Sequence[nn.Module], inputs: Any, targets: Any, task: Task, precision: Precision
+    pieces: Sequence[nn.Module], inputs: Any, targets: Any, task: Task, precision: Precision, *, apart: bool
 ) -> list[GraphNode]:
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    for one in {id(one): one for piece in pieces for one in piece.parameters() if one.requires_grad}.values():
+        one.grad = torch.zeros_like(one)  # microbatches add to what is there
     weights = {one.untyped_storage()._cdata for piece in pieces for one in piece.parameters()}
     kept: dict[int, Tensor] = {}  # storages that some piece keeps for backward
     learnt: set[int] = set()
@@ -330,16 +384,22 @@ def _measured_once(
         given = value.detach() if isinstance(value, Tensor) else value
         if at and isinstance(given, Tensor):
             given.requires_grad_()
-        began_s = clock()
+        began_s = _clock()
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one)
         with precision.computing(), hooks:
             value = piece(given.clone() if writes_into_input(piece) else given)
             end = value if at < len(pieces) - 1 else task.loss(value, targets)
-        turned_s = clock()
+        turned_s = _clock()
         if isinstance(end, Tensor) and end.requires_grad:
             with precision.differentiating():
                 torch.autograd.backward(end, torch.ones_like(end))
-        ended_s = clock()
+        ended_s = _clock()
+        halves = (0.0, 0.0)
+        if apart and at and isinstance(end, Tensor) and end.requires_grad:
+            with precision.computing():
+                again = piece(given.clone() if writes_into_input(piece) else given)
+                again = again if at < len(pieces) - 1 else task.loss(again, targets)
+            halves = _halves_s(again, given, precision)
         own = {place: one for place, one in own.items() if place not in weights and place not in kept}
         kept |= own
         new = [one for one in piece.parameters() if one.requires_grad and id(one) not in learnt]
@@ -352,11 +412,21 @@ def _measured_once(
                 sum(_bytes(one) for one in new),
                 sum(one.untyped_storage().nbytes() for one in own.values()),
                 _bytes(value) if isinstance(value, Tensor) else 0,
+                *halves,
             )
         )
     for piece in pieces:
         piece.zero_grad(set_to_none=True)
     return nodes
+
+
+def _halves_s(made: Tensor, given: Tensor, precision: Precision) -> tuple[float, float]:
+    began_s = _clock()
+    with precision.differentiating():
+        _, parts = backward_inputs(made, given, None)
+        turned_s = _clock()
+        backward_weights(parts)
+    return turned_s - began_s, _clock() - turned_s
 
 
 def _keep(found: dict[int, Tensor], one: Tensor) -> Tensor:
