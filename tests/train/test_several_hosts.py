@@ -28,7 +28,7 @@ from offbeat.runs.run_record import read_run
 from offbeat.train.config import Config
 from offbeat.train.config_files import as_json, changed, override, read_recipe
 from offbeat.train.tasks import task_of
-from offbeat.train.torchrun_learner import check_code, check_hosts, check_trust, host_names
+from offbeat.train.torchrun_learner import check_code, check_hosts, check_ranks, check_trust, host_names
 from train.oracle import Recipe, distance, expected, sgd
 from train.programs import left_files, offbeat, resume_words, weights
 from train.runs import trained
@@ -212,6 +212,14 @@ def test_what_cannot_be_across_hosts_is_refused_in_one_line(monkeypatch: pytest.
     check_trust()
     check_hosts("ring")
     check_hosts("native")
+
+
+def test_what_ranks_of_torchrun_cannot_be_is_refused_with_what_to_do() -> None:
+    check_ranks(changed(Config(), {"learners": 4}), 4)
+    with pytest.raises(RequestError, match="torchrun started 4 learners; remove --learners 2"):
+        check_ranks(changed(Config(), {"learners": 2}), 4)
+    with pytest.raises(RequestError, match=r"'stages=2' does not run under torchrun; start .* by itself on one host"):
+        check_ranks(changed(Config(), {"parallel": "stages=2", "learners": 2}), 4)
 
 
 def test_what_nobody_has_signed_does_not_say_which_code_is_executed() -> None:

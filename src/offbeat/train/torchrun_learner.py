@@ -198,10 +198,7 @@ def _lead(
     me: TorchrunRank, config: Config, run_dir: Path | None, resume: Path | None, report: Report, task: Task | None
 ) -> Start:
     """Check the request and make the run's folder, or take up that of the ranks that were here before."""
-    if config.learners not in (0, me.ranks):
-        raise RequestError(f"torchrun started {me.ranks} learners; remove --learners {config.learners}")
-    if config.parallel:
-        raise RequestError("parallel: not available under torchrun; start `offbeat train` without it")
+    check_ranks(config, me.ranks)
     if me.nodes > 1:
         check_hosts(config.sync)
     store, secret = torchrun_store(), secret_of()
@@ -216,6 +213,17 @@ def _lead(
     store.set(f"offbeat/{_RUN_DIR}", sign({_RUN_DIR: str(start.run.path.absolute())}, _RUN_DIR, secret))
     os.environ["OFFBEAT_LOG"] = str(start.run.log(start.segment).absolute())
     return start
+
+
+def check_ranks(config: Config, ranks: int) -> None:
+    """`RequestError` where the ranks that torchrun has started cannot be the learners of this configuration."""
+    if config.parallel:
+        raise RequestError(
+            f"parallel: '{config.parallel}' does not run under torchrun; start `offbeat train --parallel` by itself on "
+            "one host, or remove --parallel"
+        )
+    if config.learners not in (0, ranks):
+        raise RequestError(f"torchrun started {ranks} learners; remove --learners {config.learners}")
 
 
 def check_hosts(line: str) -> None:
