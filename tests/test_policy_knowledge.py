@@ -16,11 +16,11 @@ import pytest
 
 from offbeat import policies
 from offbeat.policies import POLICIES, Policy, barrier, base, local, stale
-from offbeat.schedules import algorithms
+from offbeat.schedules import COLLECTIVES, algorithms
 
 HERE = Path(__file__).parents[1]
 SOURCE = HERE / "src" / "offbeat"
-NAMES = {*POLICIES, *algorithms()}
+NAMES = {*POLICIES, *algorithms()} - {*COLLECTIVES}  # the name of a collective may be asked for
 CLASSES = {
     name
     for module in (barrier, base, local, stale)

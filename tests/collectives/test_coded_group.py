@@ -47,7 +47,7 @@ def test_every_schedule_ends_with_the_same_bits_on_all_ranks(nursery: Nursery, r
 
 @pytest.mark.parametrize("codec", ["1-bit", "top-k:0.01", "random-k:0.01", "power-sgd:4"])
 def test_codecs_of_whole_tensors_end_with_the_same_bits(nursery: Nursery, codec: str) -> None:
-    lines = [line for line in coded_lines(3, [codec]) if line.startswith(("ring", "direct"))]
+    lines = [line for line in coded_lines(3, [codec]) if line.startswith(("ring", "direct", "all-to-all"))]
     found = nursery.values("coded_sums", ranks=3, lines=lines, steps=3, arena_bytes=2**23)
     assert lines and all(one == found[0] for one in found)
 
@@ -72,8 +72,9 @@ def test_ddp_trains_with_a_codec(nursery: Nursery, codec: str) -> None:
 
 @pytest.mark.parametrize("codec", ["int8", "int8:stochastic", "top-k:0.01", "random-k:0.01", "power-sgd:2", "1-bit"])
 def test_what_was_kept_goes_on_bit_for_bit(nursery: Nursery, codec: str) -> None:
-    for whole, resumed in nursery.values("residuals_go_on", ranks=2, line=f"ring:codec={codec}"):
-        assert whole == resumed
+    for algorithm in ("ring", "all-to-all"):
+        for whole, resumed in nursery.values("residuals_go_on", ranks=2, line=f"{algorithm}:codec={codec}"):
+            assert whole == resumed
 
 
 def test_residuals_of_tensors_that_are_gone_are_let_go_of_and_counted(nursery: Nursery) -> None:

@@ -24,7 +24,9 @@ def test_every_schedule_equals_the_plain_sum(nursery: Nursery, strategy: str, ra
     assert checked == [checked[0]] * ranks and checked[0] > (100 if few else 300)
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 4), ("ring", 3), ("halving-doubling", 4), ("tree", 4)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("auto", 4), ("ring", 3), ("halving-doubling", 4), ("tree", 4), ("all-to-all", 4)]
+)
 def test_bits_are_the_same_on_all_ranks_wherever_tensors_lie(nursery: Nursery, strategy: str, ranks: int) -> None:
     bits = nursery.values("rounded_sums", ranks=ranks, strategy=strategy)
     assert len({text for texts in bits for text in texts}) == 1

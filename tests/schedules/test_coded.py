@@ -16,7 +16,10 @@ from offbeat.schedules.coding import LEAST_BYTES, coded_bytes, with_codec
 from offbeat.schedules.ir import chunk_sizes, renumbered
 
 MOST_RANKS = 8 if os.environ.get("OFFBEAT_CODECS") else 5
-LINES = {ranks: [line for row in algorithms().values() for line in row.lines(ranks)] for ranks in range(2, 9)}
+LINES = {
+    ranks: [line for row in algorithms().values() if not row.gathers for line in row.lines(ranks)]
+    for ranks in range(2, 9)
+}
 
 
 def coded(line: str, codec: str) -> str:
@@ -133,9 +136,10 @@ def test_a_coded_value_that_is_used_in_two_sums_is_refused() -> None:
         verify(Schedule.parse(exchange.format(" int8")))
 
 
-def test_only_an_all_reduce_can_be_coded_per_transfer() -> None:
-    schedule = build("ring", ranks=4, collective="all-gather")
-    with pytest.raises(RequestError, match="only an all-reduce"):
+def test_only_an_all_reduce_or_an_all_gather_can_be_coded_per_transfer() -> None:
+    verify(with_codec(build("ring", ranks=4, collective="all-gather"), "own", codecs.parse("int8")))
+    schedule = build("ring", ranks=4, collective="reduce-scatter")
+    with pytest.raises(RequestError, match="only an all-reduce or an all-gather"):
         verify(with_codec(schedule, "own", codecs.parse("int8")))
     with pytest.raises(RequestError, match="codec"):
         build("ring:codec=int8", ranks=4, collective="all-gather")
@@ -179,6 +183,20 @@ def test_per_tensor_codecs_have_a_schedule_of_their_own() -> None:
     assert coded_bytes(factors, 1, items).sum() == rows_and_columns
 
 
+@pytest.mark.parametrize("codec", ["bf16", "int8", "1-bit", "top-k:0.01", "random-k:0.01", "power-sgd:4"])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_where_whole_vectors_go_to_all_every_codec_sends_one_payload_to_each_other_rank(codec: str, ranks: int) -> None:
+    machine, items = topology.build("uniform", ranks=ranks), 100_003
+    schedule = build(f"all-to-all:codec={codec}", ranks=ranks)
+    verify(schedule)
+    assert len(schedule.steps) == 1
+    each = codecs.parse(codec).size_bytes(items)
+    assert price(schedule, machine, 4 * items).bytes_per_rank == ((ranks - 1) * each,) * ranks
+    plain = build("all-to-all", ranks=ranks)
+    for size in (4, LEAST_BYTES):
+        assert price(schedule, machine, size).bytes_per_rank == price(plain, machine, size).bytes_per_rank
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -187,6 +205,7 @@ def test_per_tensor_codecs_have_a_schedule_of_their_own() -> None:
         ("tree:codec=top-k:0.01", "use one of halving-doubling, ring, direct, hierarchical"),
         ("ring:parts=2,codec=1-bit", "with no option but the codec"),
         ("ring:codec=int8@inside", "expected '@across'"),
+        ("all-to-all:codec=int8@across", "leave out '@across'"),
     ],
 )
 def test_what_cannot_be_coded_is_named_with_what_can(line: str, said: str) -> None:

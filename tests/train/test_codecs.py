@@ -24,9 +24,12 @@ def same(one: Outcome, other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(value, other[name]) for name, value in one.weights.items())
 
 
-@pytest.mark.parametrize(("codec", "learners"), [("int8", 2), ("int8:stochastic", 3), ("top-k:0.05", 2)])
-def test_a_resumed_run_has_the_bits_of_one_that_was_not_ended(codec: str, learners: int, tmp_path: Path) -> None:
-    sync = f"ring:codec={codec}"
+CODED = [("ring:codec=int8", 2), ("ring:codec=int8:stochastic", 3), ("ring:codec=top-k:0.05", 2)]
+CODED += [("all-to-all:codec=power-sgd:2", 3)]
+
+
+@pytest.mark.parametrize(("sync", "learners"), CODED)
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_ended(sync: str, learners: int, tmp_path: Path) -> None:
     steady = {"schedule": "constant", "warmup_epochs": 0.0, "lr": 0.01}  # whatever the number of epochs
     changes: dict[str, Any] = {"learners": learners, "sync": sync, "train": steady}
     whole = trained(tmp_path, small_task(build=wide), **changes)

@@ -35,6 +35,7 @@ LINES = {  # one of each all-reduce strategy, for 4 learners; True: in every run
     "multiring": ("multiring:2x2", False),
     "hierarchical": ("hierarchical:2x2", True),
     "fold": ("fold:3", False),
+    "all-to-all": ("all-to-all", True),
     "auto": ("auto", True),
     "native": ("native", True),
 }

@@ -9,8 +9,10 @@ coder.decode(payload, out)
 """
 
 from offbeat.codecs.table import (
+    ACROSS,
     BLOCK,
     CODECS,
+    NONE,
     PER_TENSOR,
     PER_TRANSFER,
     Codec,
@@ -28,8 +30,10 @@ from offbeat.codecs.table import (
 )
 
 __all__ = [
+    "ACROSS",
     "BLOCK",
     "CODECS",
+    "NONE",
     "PER_TENSOR",
     "PER_TRANSFER",
     "Codec",

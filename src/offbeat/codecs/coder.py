@@ -34,6 +34,13 @@ class Coder(ABC):
         """How long the residual of so many items is best; the items alone are always enough."""
         return items
 
+    def begin_from(self, items: int, start: Tensor | None) -> None:  # noqa: B027 - most codecs start anew each time
+        """The next `encode` of so many items starts from what `start_of` gave after the last; None: from nothing."""
+
+    def start_of(self, items: int) -> Tensor | None:
+        """What the next `encode` of so many items of the same tensor starts from, if that is anything."""
+        return None
+
     @abstractmethod
     def encode(self, values: Tensor, payload: Tensor, residual: Tensor | None = None, *, take: bool = False) -> None:
         """Into the payload. With `take`, `values` become what is decoded from it."""

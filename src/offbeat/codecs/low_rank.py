@@ -30,6 +30,13 @@ class PowerSgd(Coder):
     def residual_items(self, items: int) -> int:
         return padded_items(items)
 
+    def begin_from(self, items: int, start: Tensor | None) -> None:
+        first = self.start(items)
+        self._start[items] = start if start is not None and start.shape == first.shape else first
+
+    def start_of(self, items: int) -> Tensor | None:
+        return self._start.get(items)
+
     def encode(self, values: Tensor, payload: Tensor, residual: Tensor | None = None, *, take: bool = False) -> None:
         items = len(values)
         if not items:

@@ -1,4 +1,4 @@
-"""bf16 and fp16: each number rounded to the nearest of 16 bits.
+"""bf16 and fp16: each number rounded to the nearest of 16 bits; and fp32, where nothing is rounded.
 
 What was not sent is exact in fp32: the difference to the nearest number of fewer bits has fewer bits itself. A finite
 number that would become Inf is sent as the largest finite one instead, and the rest stays in the residual.
@@ -38,3 +38,7 @@ class Bf16(_Narrow):
 
 class Fp16(_Narrow):
     dtype = torch.float16
+
+
+class Fp32(_Narrow):
+    dtype = torch.float32

@@ -260,6 +260,23 @@ CODECS: dict[str, CodecRow] = {
 }
 
 
+# Numbers as they are, where ranks send whole vectors to each other: no row that a user could name.
+NONE = Codec(
+    CodecRow(
+        name="fp32",
+        summary="the numbers as they are",
+        kind=PER_TENSOR,
+        biased=False,
+        size_bytes=lambda items: ITEM_BYTES * items,
+        coder="offbeat.codecs.rounding:Fp32",
+        error="none",
+        not_finite="sent as they are",
+    ),
+    {},
+    "fp32",
+)
+
+
 @cache
 def parse(line: str) -> Codec:
     """The codec that a line like `int8` or `top-k:0.01` names; a `RequestError` names what is allowed."""
@@ -363,14 +380,14 @@ class Figures(NamedTuple):
         return most_bandwidth(self.ratio, self.bytes_per_s)
 
 
-def coding_s(codec: Codec, ranks: int, encode_s: float, decode_s: float) -> float:
+def coding_s(codec: Codec, ranks: int, encode_s: float, decode_s: float, *, gathers: bool = False) -> float:
     """What a rank spends on coding in an all-reduce, from the seconds to encode and to decode the whole tensor.
 
     A ring encodes every chunk once and decodes all but its own twice; what is gathered is decoded for every rank.
     """
-    if codec.kind == PER_TRANSFER:
-        return encode_s + 2 * (ranks - 1) / ranks * decode_s
-    return encode_s + (1 if codec.row.vectors is not None else ranks) * decode_s
+    if gathers or (codec.kind == PER_TENSOR and codec.row.vectors is None):
+        return encode_s + ranks * decode_s
+    return encode_s + (2 * (ranks - 1) / ranks if codec.kind == PER_TRANSFER else 1) * decode_s
 
 
 def all_reduce_figures(codec: Codec, ranks: int, items: int, encode_s: float, decode_s: float) -> Figures:

@@ -17,7 +17,7 @@ from statistics import median
 
 from offbeat import spec as grammar
 from offbeat import topology
-from offbeat.codecs import PER_TENSOR, Codec, CodecOption, coding_s, read_option
+from offbeat.codecs import NONE, PER_TENSOR, Codec, CodecOption, coding_s, read_option
 from offbeat.codecs.table import ACROSS
 from offbeat.collectives.calls import Plan, plan
 from offbeat.collectives.links import SlowLink
@@ -189,6 +189,8 @@ class Choice:
         self.line = check(with_shape(line, Counter(self._hosts).values()), ranks, self._hosts)
         self._bare, coded = split_codec(grammar.parse(self.line))
         self._option: CodecOption | None = read_option(coded) if coded else None
+        row = algorithms().get(self._bare.name)
+        self._gathers = row is not None and row.gathers
         self.speeds: dict[str, tuple[float, float]] = {}  # by codec: seconds to encode and to decode an item, here
         self._by_codec: dict[int, list[tuple[float, str]]] = {}
         self.figures = figures
@@ -214,7 +216,7 @@ class Choice:
 
     def of(self, size_bytes: int) -> Plan:
         """The plan for a vector of so many bytes that is sent as it is."""
-        line = str(self._bare)
+        line = "direct" if self._gathers else str(self._bare)
         if line == AUTO:
             ranked = self._ranked(size_bytes)
             line = ranked[0][1] if ranked else "direct"
@@ -224,19 +226,22 @@ class Choice:
         """The codec for a vector of fp32, and how what it makes goes; nothing where it is sent as it is.
 
         Of a codec per transfer it is the coded plan; otherwise the plan by which payloads are gathered, or added up.
+        Where ranks send whole vectors to each other, these are gathered without a codec, too.
         """
         if self._option is None or size_bytes <= LEAST_BYTES:
-            return None
+            return self._coded_by(NONE, size_bytes, across=False) if self._gathers else None
         if not self._option.auto:
             return self._coded_by(self._option.only(), size_bytes, across=self._option.across)
         ranked = self._ranked_codecs(size_bytes)
         chosen = ranked[0][1] if ranked else ""
         found = [codec for codec in self.candidates if codec.line == chosen]
-        return self._coded_by(found[0], size_bytes, across=True) if found else None
+        if not found and not self._gathers:
+            return None
+        return self._coded_by(found[0] if found else NONE, size_bytes, across=True)
 
     def _coded_by(self, codec: Codec, size_bytes: int, *, across: bool) -> tuple[Codec, Plan] | None:
-        if codec.kind == PER_TENSOR:
-            if codec.vectors(1) is not None:
+        if self._gathers or codec.kind == PER_TENSOR:
+            if codec.vectors(1) is not None and not self._gathers:
                 return codec, self.of(0)
             return codec, plan(gather_line(self._bare, codec), "all-gather", self._ranks, order=self._order)
         bare = self._in_parts(size_bytes)
@@ -259,10 +264,11 @@ class Choice:
         size = size_bytes.bit_length()
         if size not in self._by_codec:
             machines, typical = self.figures.topology(self._hosts), max(4, (3 << size >> 2) // 4 * 4)
-            found = [(price(self.of(typical).schedule, machines, typical).seconds, "")]
+            plain = plan(str(self._bare), "all-reduce", self._ranks, order=self._order)
+            found = [(price(plain.schedule, machines, typical).seconds, "")]
             for codec in self.candidates:
                 encode_s, decode_s = (typical / 4 * each for each in self.speeds[codec.line])
-                coding = coding_s(codec, self._ranks, encode_s, decode_s)
+                coding = coding_s(codec, self._ranks, encode_s, decode_s, gathers=self._gathers)
                 line = _with_codec(self._bare, codec.line)
                 way = plan(line, "all-reduce", self._ranks, order=self._order, hosts=self._hosts)
                 found.append((price(way.schedule, machines, typical).seconds + coding, codec.line))  # they take turns

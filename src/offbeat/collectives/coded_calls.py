@@ -34,19 +34,21 @@ class CodedCalls:
         `way` is the coded plan of a per-transfer codec, and otherwise how payloads are gathered, or added up.
         """
         call.plan, call.sizes, call.whole, call.place = way, cut(call.items, way.schedule.chunks), flat, None
-        if codec.kind == PER_TRANSFER:
-            call.codec, call.seed = codec, (kept.calls * self._ranks + self._rank) % _SEEDS
+        gathers = way.schedule.collective == "all-gather"
+        own_seed = (kept.calls * self._ranks + self._rank) % _SEEDS
+        if codec.kind == PER_TRANSFER and not gathers:
+            call.codec, call.seed = codec, own_seed
             call.residual = kept.values() if codec.biased else None
             self._runner.run(call, patience)
         else:
             coder = self._coder(codec)
-            coder.seed(kept.calls % _SEEDS)
-            if isinstance(coder, PowerSgd):
-                self._factors(coder, flat, way, kept, call, patience)
-            elif codec.vectors(1) is not None:
-                self._values(coder, codec, flat, way, kept, call, patience)
-            else:
+            coder.seed(own_seed if codec.kind == PER_TRANSFER else kept.calls % _SEEDS)
+            if gathers:
                 self._gather(coder, codec, flat, way, kept, call, patience)
+            elif isinstance(coder, PowerSgd):
+                self._factors(coder, flat, way, kept, call, patience)
+            else:
+                self._values(coder, codec, flat, way, kept, call, patience)
         kept.calls += 1
 
     def _coder(self, codec: Codec) -> Coder:
@@ -63,7 +65,10 @@ class CodedCalls:
         if len(self._gathered) < each * self._ranks:
             self._gathered = torch.empty(each * self._ranks, dtype=torch.uint8)
         parts = {rank: self._gathered[rank * each : rank * each + size] for rank in range(self._ranks)}
-        coder.encode(flat, parts[self._rank], kept.values())
+        coder.begin_from(len(flat), kept.start)
+        residual = kept.values(coder.residual_items(len(flat))) if codec.biased else None
+        coder.encode(flat, parts[self._rank], residual)
+        kept.start = coder.start_of(len(flat))
         self._runner.run(
             Call(
                 plan=way, dtype=torch.uint8, what=number_of("all_gather", "", torch.uint8), items=size * self._ranks,
@@ -90,9 +95,9 @@ class CodedCalls:
 
     def _factors(self, coder: PowerSgd, flat: Tensor, way: Plan, kept: Kept, call: Call, patience: Patience) -> None:
         items = len(flat)
-        start = coder.start(items)
-        if kept.start is not None and kept.start.shape == start.shape:  # not of a run with another rank
-            start = kept.start
+        coder.begin_from(items, kept.start)
+        start = coder.start_of(items)
+        assert start is not None
         matrix = kept.values(coder.residual_items(items))
         matrix[:items].add_(flat)
         left = coder.left(matrix, start)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offbeat.codecs import Codec
+from offbeat.codecs import NONE, Codec
 from offbeat.collectives import memory
 from offbeat.collectives.binding import Place
 from offbeat.collectives.calls import (
@@ -52,7 +52,7 @@ from offbeat.collectives.messages import Messages
 from offbeat.collectives.options import Options
 from offbeat.collectives.overlap import CoalescedCalls, Job, PendingCall, Progress, at_exit
 from offbeat.collectives.placement import Placements
-from offbeat.collectives.residuals import Residuals
+from offbeat.collectives.residuals import Kept, Residuals
 from offbeat.collectives.sync import Patience
 from offbeat.collectives.transport import SharedMemory
 from offbeat.errors import PeerError, RequestError
@@ -225,7 +225,7 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
     def codec_for(self, size_bytes: int) -> str:
         """The codec of an all-reduce of so many bytes of fp32; nothing where they are sent as they are."""
         coded = self._choice.coded(size_bytes)
-        return "" if coded is None else coded[0].line
+        return "" if coded is None or coded[0] is NONE else coded[0].line
 
     def why(self, size_bytes: int) -> str:
         """Why an all-reduce of this size goes the way it goes. With `auto`, all ranks must ask."""
@@ -543,7 +543,8 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
             items=tensor.numel(), sizes=(), reduction=reduction, into=check_reduction(reduction, tensor.dtype),
             since_ns=since, iteration=iteration,
         )  # fmt: skip
-        self._coded.all_reduce(flat.tensor, *coded, self.residuals.of(tensor), call, patience)
+        kept = Kept(tensor.numel()) if coded[0] is NONE else self.residuals.of(tensor)
+        self._coded.all_reduce(flat.tensor, *coded, kept, call, patience)
         if self._transport.hosts is not None:
             self._large = coded[1]
         if reduction == "mean":

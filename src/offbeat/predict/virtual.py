@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,7 +47,7 @@ from offbeat.predict.timelines import (
 from offbeat.runs.log import RunLog, read_log, write_chrome_trace, write_log
 from offbeat.runs.metrics import highest_reached, reached_at
 from offbeat.runs.run_folder import TARGET, RunDir
-from offbeat.schedules.algorithms import fewest_bytes
+from offbeat.schedules import build, price
 from offbeat.server.parameter_layout import model_tensors
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.collective import Rounds
@@ -342,6 +343,12 @@ def _shares(split: str, cluster: Cluster) -> tuple[float, ...]:
     return tuple(float(share) for share in shares_of(split))
 
 
+@cache
+def _reduced_bytes(line: str, learners: int, size_bytes: int) -> int:
+    """What all learners together send in an all-reduce."""
+    return price(build(line, ranks=learners), topology.build("uniform", ranks=learners), size_bytes).bytes_total
+
+
 class VirtualTrainer(Trainer):
     """All learners of a run, in one process; see the module's text."""
 
@@ -433,10 +440,10 @@ class VirtualTrainer(Trainer):
         return self._stops
 
     def _count_traffic(self, update: Update) -> None:
-        """Pushes and fetches of whole vectors; in an all-reduce, the fewest bytes that can be sent."""
+        """Pushes and fetches of whole vectors; in an all-reduce, what its schedule sends."""
         size_bytes = self.arithmetic.replica.current.nbytes
         if family_of(self.config.sync) != SERVER:
-            sent = received = fewest_bytes(self.learners, size_bytes)
+            sent = received = _reduced_bytes(self.config.sync, self.learners, size_bytes)
         else:
             sent = len(update.works) * size_bytes
             received = sum(step.fetched >= 0 for work in update.works for step in work.steps) * size_bytes

@@ -50,6 +50,7 @@ from offbeat.schedules.phases import (
     two_level_gather,
     two_level_reduce,
     two_level_reduce_scatter,
+    whole_exchange,
 )
 from offbeat.schedules.proof import ROOTED, verify
 from offbeat.spec import Param, choice, format_shape, parse_count, parse_shape
@@ -261,6 +262,7 @@ class Algorithm:
     most_shapes: int | None = None  # of which a ranking tries those with the fewest steps
     total_bytes: Callable[[int, int], int] | None = None
     all_pairs: bool = False  # every rank sends to every other
+    gathers: bool = False  # a rank gets the vectors of all others, coded or not, and adds them up in the order of ranks
     by_host: bool = False  # its shape is hosts x ranks of a host, if it is given none
     auto: int = 0  # whether `auto` considers it on one host, and before which others of the same price: the lower first
     examples: tuple[str, ...] = ()
@@ -366,6 +368,19 @@ _PLAIN = (
         auto=5,
         examples=("double-tree", "double-tree:4"),
     ),
+)
+
+_WHOLE = Algorithm(
+    name="all-to-all",
+    summary="every rank sends its whole vector to every other, and each adds up all of them: 1 step, P/2 times the "
+    "bytes of ring",
+    chunks=_one,
+    phase=whole_exchange,
+    consecutive_first=lambda ranks, shape: (),
+    total_bytes=lambda ranks, size_bytes: size_bytes * ranks * (ranks - 1),
+    all_pairs=True,
+    gathers=True,
+    examples=("all-to-all",),
 )
 
 _FOLD = Algorithm(
@@ -543,6 +558,7 @@ ALGORITHMS: dict[tuple[str, str], Algorithm] = {
         *_PLAIN,
         *_SHAPED,
         _FOLD,
+        _WHOLE,
         *(
             Algorithm(collective=of, name=n, summary=s, chunks=c, phase=p, all_pairs=n == "direct")
             for of, n, s, c, p in _OTHERS
@@ -654,7 +670,7 @@ def chunks_of(text: str, *, ranks: int, collective: str = "all-reduce") -> int:
     options: dict[str, Any] = grammar.bind(spec, params_of(row))
     coded = options.pop(CODEC.name, None)
     try:
-        if coded is not None and not coded.auto and coded.only().kind == codecs.PER_TENSOR:
+        if coded is not None and not coded.auto and (row.gathers or coded.only().kind == codecs.PER_TENSOR):
             return _tensor_chunks(spec, coded.only(), ranks)
         return row.chunks(ranks, **options)
     except RequestError as error:
@@ -664,7 +680,7 @@ def chunks_of(text: str, *, ranks: int, collective: str = "all-reduce") -> int:
 def _tensor_chunks(spec: grammar.Spec, codec: codecs.Codec, ranks: int) -> int:
     bare, _ = split_codec(spec)
     vectors = codec.vectors(1)
-    if vectors is not None:
+    if vectors is not None and not find(bare.name).gathers:
         return len(vectors) * chunks_of(str(bare), ranks=ranks)
     return chunks_of(gather_line(bare, codec), ranks=ranks, collective="all-gather")
 
@@ -672,7 +688,7 @@ def _tensor_chunks(spec: grammar.Spec, codec: codecs.Codec, ranks: int) -> int:
 def gather_line(bare: grammar.Spec, codec: codecs.Codec) -> str:
     """The all-gather by which the payloads of a per-tensor codec go where an all-reduce of this line is asked for."""
     rows = algorithms("all-gather")
-    name = _GATHERS.get(bare.name, bare.name)
+    name = "direct" if find(bare.name).gathers else _GATHERS.get(bare.name, bare.name)
     shaped = name in rows and bool(rows[name].params)
     if name not in rows or bare.options or len(bare.args) > shaped:
         fits = ", ".join(dict.fromkeys(row for row in (*_GATHERS, *rows) if row not in _GATHERS.values()))
@@ -707,9 +723,12 @@ def _build_coded(
     except RequestError as error:
         raise RequestError(f"'{spec}': {error}") from None
     bare, _ = split_codec(spec)
-    if codec.kind == codecs.PER_TENSOR:
+    gathers = find(bare.name).gathers
+    if gathers and coded.across:
+        raise RequestError(f"'{spec}': it sends whole tensors to all ranks alike; leave out '@{codecs.ACROSS}'")
+    if gathers or codec.kind == codecs.PER_TENSOR:
         vectors = codec.vectors(1)
-        if vectors is None:
+        if gathers or vectors is None:
             plain = build(gather_line(bare, codec), ranks=ranks, collective="all-gather")
         else:
             plain = one_after_the_other(build(str(bare), ranks=ranks), len(vectors))

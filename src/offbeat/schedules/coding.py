@@ -3,7 +3,8 @@
 A *per-transfer* codec is put on the transfers of any all-reduce. With `@across` it is put on those between groups of
 ranks, and on those that bring a payload to where it crosses: a sum is encoded once, and everybody decodes the same.
 
-A *per-tensor* codec has a schedule of its own. Either it is an all-gather in which chunk r is the payload of rank r. Or
+A *per-tensor* codec has a schedule of its own. Either it is an all-gather in which chunk r is the payload of rank r (so
+is every codec where ranks send whole vectors to each other). Or
 the payload is one or more vectors that can be added up: then it is their all-reduces, one after the other, each on
 chunks of its own.
 """
@@ -80,13 +81,14 @@ def coded_bytes(schedule: Schedule, number: int, items: int) -> npt.NDArray[np.i
 
 @cache
 def _coded_bytes(codec: Codec, collective: str, chunks: int, items: int) -> npt.NDArray[np.int64]:
+    if collective == "all-gather":
+        return np.full(chunks, codec.size_bytes(items), np.int64)
     if codec.kind != PER_TENSOR:
         sizes = chunk_sizes(items, chunks)
         of_size = {size: codec.size_bytes(size) for size in set(sizes)}
         return np.array([of_size[size] for size in sizes], np.int64)
     vectors = codec.vectors(items)
-    if vectors is None:
-        return np.full(chunks, codec.size_bytes(items), np.int64)
+    assert vectors is not None, "what cannot be added up is gathered"
     each = chunks // len(vectors)
     return ITEM_BYTES * np.array([size for length in vectors for size in chunk_sizes(length, each)], np.int64)
 
@@ -94,7 +96,8 @@ def _coded_bytes(codec: Codec, collective: str, chunks: int, items: int) -> npt.
 def carried_bytes(schedule: Schedule, size_bytes: int, item_bytes: int) -> list[npt.NDArray[np.int64]]:
     """Of each way to send a chunk, as they are first and then by each codec: the bytes of each chunk."""
     if not is_coded(schedule, size_bytes):
-        if schedule.steps.codecs and codecs.parse(schedule.steps.codecs[0]).kind == PER_TENSOR:
+        per_tensor = schedule.steps.codecs and codecs.parse(schedule.steps.codecs[0]).kind == PER_TENSOR
+        if per_tensor or (schedule.collective == "all-gather" and schedule.steps.codecs):
             return _uncoded_tensor(schedule, size_bytes)
         plain = np.array(chunk_sizes(size_bytes // item_bytes, schedule.chunks), np.int64) * item_bytes
         return [plain] * (1 + len(schedule.steps.codecs))
@@ -108,7 +111,7 @@ def _uncoded_tensor(schedule: Schedule, size_bytes: int) -> list[npt.NDArray[np.
     codec = codecs.parse(schedule.steps.codecs[0])
     vectors = codec.vectors(1)
     lengths = np.full(schedule.chunks, size_bytes, np.int64)
-    if vectors is not None:
+    if vectors is not None and schedule.collective != "all-gather":
         first = schedule.chunks // len(vectors)
         lengths = np.array([*chunk_sizes(size_bytes, first), *[0] * (schedule.chunks - first)], np.int64)
     return [lengths, lengths]

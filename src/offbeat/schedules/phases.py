@@ -114,6 +114,11 @@ def direct_reduce_scatter(ranks: Ranks, pieces: Pieces) -> Phase:
     return [sends(ranks[source], ranks[target], pieces[target], reduce=True)]
 
 
+def whole_exchange(ranks: Ranks, chunks: Chunks) -> Phase:
+    """1 step: everybody sends everything to everybody else, who add it up."""
+    return direct_reduce_scatter(ranks, np.tile(chunks, (len(ranks), 1)))
+
+
 direct_all_gather = mirrored(direct_reduce_scatter)  # 1 step: everybody sends its piece to everybody else
 
 

@@ -200,8 +200,8 @@ def _check_bits(schedule: Schedule, reused: npt.NDArray[np.int64]) -> None:
     was decoded from this codec: then the payload is passed on. Its sender takes the new value too, before anybody
     reads it in that step. A value that is added twice (a chunk in `reused`) would be rounded differently each time.
     """
-    if schedule.collective != "all-reduce":
-        raise RequestError(f"schedule '{schedule.name}': only an all-reduce can be coded per transfer")
+    if schedule.collective not in ("all-reduce", "all-gather"):
+        raise RequestError(f"schedule '{schedule.name}': only an all-reduce or an all-gather can be coded per transfer")
     steps, chunks = schedule.steps, schedule.chunks
     places = schedule.ranks * chunks
     held, payload = np.arange(places), np.zeros(places, np.int8)  # the value, and the codec that it was decoded from
