@@ -1,7 +1,7 @@
 """Every strategy a user can name.
 
-A strategy is a schedule (all-reduce) or a policy (parameter server). This gathers the tables of both kinds, so that the
-command line, the docs and the errors list the same names; a row of one's own is registered here.
+A strategy is a schedule (all-reduce), a policy (parameter server) or a rule for peers. This gathers their tables, so
+that the command line, the docs and the errors list the same names; a row of one's own is registered here.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from offbeat import codecs, plugins
 from offbeat import spec as grammar
 from offbeat.errors import RequestError
 from offbeat.policies import table as policy_table
+from offbeat.policies.peers import PEERS as PEER_ROWS
+from offbeat.policies.peers import row_of as peer_row_of
 from offbeat.policies.table import POLICIES, params_of
 from offbeat.schedules.algorithms import Algorithm, algorithms
 from offbeat.schedules.algorithms import add_row as add_schedule
@@ -22,6 +24,7 @@ from offbeat.synonyms import unknown_strategy
 
 ALL_REDUCE = "all-reduce"
 SERVER = "parameter server"
+PEERS = "peers"
 AUTO = "auto"
 NATIVE = "native"
 
@@ -38,7 +41,7 @@ class Strategy:
 
     def usage(self) -> str:
         """How it is written: `torus:SHAPE`, `ring[:order=...]`; what may be left out is in brackets."""
-        text, mark = self.name, ":"
+        text, mark = self.name, "," if ":" in self.name else ":"
         for param in self.params:
             word = mark + (param.name.upper() if param.positional else f"{param.name}=...")
             text += word if param.required else f"[{word}]"
@@ -65,11 +68,17 @@ def strategies() -> dict[str, Strategy]:
         Strategy(name=row.name, family=SERVER, summary=row.summary, params=params_of(row.name), examples=row.examples)
         for row in POLICIES.values()
     ]
-    return {strategy.name: strategy for strategy in (*reduces, *policies)}
+    peers = [
+        Strategy(name=row.key, family=PEERS, summary=row.summary, params=row.own_params, examples=row.examples)
+        for row in PEER_ROWS.values()
+    ]
+    return {strategy.name: strategy for strategy in (*reduces, *policies, *peers)}
 
 
 def family_of(line: str) -> str:
     """Which family runs a line like `ring` or `k-async:4`; a `RequestError` names what is near."""
+    if peer_row_of(line) is not None:
+        return PEERS
     name = grammar.parse(line).name
     if name not in strategies():
         plugins.load_known()
@@ -106,6 +115,12 @@ def simulated_family_of(line: str) -> str:
             f"'{line}' is resolved only in a running process group; name an algorithm to simulate, like ring"
         )
     return family
+
+
+def paced_as(line: str) -> str:
+    """The line whose learning rate, pace and expected staleness are those of this one: its own, but for peers."""
+    row = peer_row_of(line)
+    return line if row is None else row.paced_as
 
 
 def line_up(command: str, learners: int) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from offbeat.commands.base import print_line
 from offbeat.commands.progress import LearnerProgress, Progress, Record
 from offbeat.number_format import format_clock, format_joules, format_size, percent, whole_percent
-from offbeat.runs.metrics import format_accuracy, format_traffic
+from offbeat.runs.metrics import format_accuracy, format_traffic, told_consensus
 from offbeat.runs.run_folder import resume_command
 from offbeat.spec import count_of
 
@@ -64,6 +64,10 @@ def _if_known(pattern: str, form: Callable[[Any], str], value: Any) -> list[str]
     return [] if value is None else [pattern.format(form(value))]
 
 
+def _consensus(consensus: Mapping[str, float]) -> str:
+    return f"{100 * consensus['mean']:.2g} %"
+
+
 def _clean(text: object) -> str:
     """On one line, and without what moves the cursor."""
     return "".join(letter for letter in " ".join(str(text).split()) if letter.isprintable())
@@ -100,6 +104,7 @@ def evaluation_line(record: Record, epochs: int) -> str:
         _if_known("{} samples/s", _number, record.get("samples_per_s")),
         _if_known("waiting {}", whole_percent, record.get("wait_share")),
         _if_known("staleness {}", "{:.2f}".format, record.get("staleness")),
+        _if_known("consensus distance {}", _consensus, record.get("consensus")),
         _if_known("{}", _seconds, record.get("seconds")),
     ]
     return "  ".join(chain.from_iterable(parts))
@@ -173,6 +178,7 @@ def _end_facts(end: Record, best: Record | None) -> list[tuple[str, list[str]]]:
         ("speed", _if_known("{} samples/s", _number, end.get("samples_per_s"))),
         ("waiting", _if_known("{} of the learners' time", whole_percent, wait_share)),
         ("staleness", _if_known("{} on average", "{:.2f}".format, end.get("staleness_mean"))),
+        ("consensus", _if_known("replicas were {}", told_consensus, end.get("consensus"))),
         ("traffic", _if_known("learners {}", str, moved)),
         ("warning", _if_known("{}", _clean, end.get("warning"))),
     ]

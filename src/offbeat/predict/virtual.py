@@ -53,7 +53,7 @@ from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.collective import Rounds
 from offbeat.simulate.diagnosis import describe_machines
 from offbeat.simulate.sample_source import Batch, Epochs, Stream, batches_of_updates
-from offbeat.strategy import SERVER, family_of, simulated_family_of
+from offbeat.strategy import PEERS, SERVER, family_of, simulated_family_of
 from offbeat.train.checkpoint import write_weights
 from offbeat.train.config import Config, shares_of
 from offbeat.train.config_files import changed, read_config
@@ -298,6 +298,11 @@ def timeline_of(config: Config, clock: Clock, samples: int, *, write: WriteDecis
     train, cluster, learners = config.train, clock.cluster, config.learners
     size = train.batch_size * train.accumulate
     spans = 0 if write is None else ALL
+    if family_of(config.sync) == PEERS:
+        raise RequestError(
+            f"'{config.sync}': each learner has weights of its own, and training in virtual time has one set for all; "
+            "simulate it without --recipe, or train it"
+        )
     if family_of(config.sync) == SERVER:
         kind = Epochs if has_ends(config, clock) else Stream
         again = config.cancelled == "again"

@@ -24,7 +24,7 @@ from offbeat.report.learners import LearnerFacts, by_learner, minibatches_of
 from offbeat.runs import metrics, untrusted
 from offbeat.runs.log import Span, pushed_spans
 from offbeat.runs.run_record import EvaluationRecord, RunRecord, RunSegment
-from offbeat.strategy import ALL_REDUCE, SERVER, family_of
+from offbeat.strategy import ALL_REDUCE, SERVER, family_of, paced_as
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +227,7 @@ def staleness_theory(line: str, learners: int) -> Staleness | None:
             return None
         if family_of(line) == ALL_REDUCE:
             return FRESH
-        expected = create(line, expect=learners).expected_staleness(learners)
+        expected = create(paced_as(line), expect=learners).expected_staleness(learners)
     except RequestError:
         return None
     return expected if expected.exact else None

@@ -206,6 +206,12 @@ def format_traffic(sent_bytes: int, received_bytes: int, idle_share: float | Non
     return f"{text}; ratio of computing to communication and waiting: {(1 - idle_share) / idle_share:.2g}"
 
 
+def told_consensus(consensus: Mapping[str, float]) -> str:
+    """How far replicas were from their mean, in words: of the norm of the mean."""
+    mean, most = consensus["mean"], consensus["most"]
+    return f"{100 * mean:.2g} % of the weights' norm from their mean on average, {100 * most:.2g} % at most"
+
+
 class Score(NamedTuple):
     """What a ranking knows of a run."""
 

@@ -179,6 +179,7 @@ class RunDir:
         self.live = path / "live.json"
         self.stacks = path / "stacks.txt"
         self._stop = path / ".stop"
+        self._lost = path / ".lost"
         self._parts = path / ".parts"
 
     def log(self, segment: int) -> Path:
@@ -289,6 +290,16 @@ class RunDir:
     def forget_stop(self) -> None:
         self._stop.unlink(missing_ok=True)
 
+    # --- learners that are gone, while the others go on ---------------------------------------------------------------
+
+    def note_lost(self, learner: int) -> None:
+        """By who has started it."""
+        self._lost.mkdir(exist_ok=True)
+        (self._lost / str(learner)).touch()
+
+    def lost(self) -> set[int]:
+        return {int(path.name) for path in self._lost.glob("*")}
+
     # --- parts that learners of a server hand to the one who leads ----------------------------------------------------
 
     def hand_in(self, pause: int, learner: int, part: bytes) -> None:
@@ -318,3 +329,4 @@ class RunDir:
             else:
                 path.unlink()
         remove(self._parts)
+        remove(self._lost)

@@ -31,7 +31,7 @@ from offbeat.simulate.result import Result
 from offbeat.simulate.server import StandsStillError
 from offbeat.simulate.setup import Setup
 from offbeat.spec import format_learners
-from offbeat.strategy import ALL_REDUCE, simulated_family_of
+from offbeat.strategy import ALL_REDUCE, PEERS, paced_as, simulated_family_of
 
 _MOST_SAMPLES, _ALL_SAMPLES = 2000, 400_000  # draws of each learner, and of all together
 _WINDOWS = 8  # in each of which a persistently slow learner is slow
@@ -135,7 +135,13 @@ def describe(machines: MachineSummary) -> str:
 
 def why(result: Result) -> str:
     """One line on where a strategy's time went and what its gradients were worth."""
-    if simulated_family_of(result.strategy) != ALL_REDUCE:
+    family = simulated_family_of(result.strategy)
+    if family == PEERS and not result.staleness:
+        return "learners train apart: they send nothing, and their weights are averaged at the end only"
+    if family == PEERS:
+        waited = f"{percent(result.wait_share, 0)} of the time"
+        return f"learners wait for means and windows {waited}; updates are {result.staleness_mean:.2f} versions old"
+    if family != ALL_REDUCE:
         return create(result.strategy, expect=result.learners).explain(result)
     sent = f", {percent(result.send_share, 0)} in exposed all-reduces" if result.send_share > 0.005 else ""
     return f"all learners wait for the slowest: {percent(result.wait_share, 0)} of the time{sent}; staleness 0"
@@ -437,7 +443,7 @@ def what_helps(found: Sequence[Diagnosis], machines: MachineSummary, minibatches
 def _fits(strategy: str, learners: int) -> bool:
     """Whether a strategy can run on so few: k-sync:4 cannot on 3."""
     try:
-        create(strategy, expect=learners)
+        create(paced_as(strategy), expect=learners)
     except RequestError:
         return False
     return True

@@ -9,12 +9,12 @@ from typing import Any
 
 from offbeat.errors import RequestError
 from offbeat.policies import Policy, create
-from offbeat.simulate import collective, server
+from offbeat.simulate import collective, peers, server
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.collective import Model
 from offbeat.simulate.fair_network import Background
 from offbeat.simulate.result import Result
-from offbeat.strategy import ALL_REDUCE, simulated_family_of
+from offbeat.strategy import ALL_REDUCE, PEERS, paced_as, simulated_family_of
 from offbeat.topology import Topology
 
 # Minibatches applied in a simulation that nobody gave a length: 500 of each learner, within bounds, but no more begun
@@ -86,8 +86,8 @@ class Setup:
         return self.reduces or self.policy().waits_for_all(self.cluster.learners)
 
     def policy(self) -> Policy:
-        """A fresh one; not for an all-reduce."""
-        return create(self.strategy, expect=self.cluster.learners)
+        """A fresh one; not for an all-reduce. Peers are paced as a policy."""
+        return create(paced_as(self.strategy), expect=self.cluster.learners)
 
     def minibatches_per_update(self) -> int:
         """That are applied."""
@@ -134,6 +134,10 @@ class Setup:
         write: Callable[[dict[str, Any]], object] | None = None,
     ) -> Result:
         """Simulate so many updates; the decisions of a policy go to `write`."""
+        if simulated_family_of(self.strategy) == PEERS:
+            if write is not None:
+                raise RequestError(f"'{self.strategy}' has no policy whose decisions could be logged; leave out --log")
+            return peers.run(self.strategy, self.cluster, updates=updates, keep_spans=keep_spans)
         if not self.reduces:
             return server.run(self.strategy, self.cluster, updates=updates, keep_spans=keep_spans, write=write)
         assert self.topology is not None and self.model is not None

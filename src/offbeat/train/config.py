@@ -23,10 +23,11 @@ from offbeat import plugins
 from offbeat import spec as grammar
 from offbeat.errors import RequestError, nearest
 from offbeat.policies import create
+from offbeat.policies.peers import rule_of
 from offbeat.processes.slowness import parse as parse_slowness
 from offbeat.schedules.algorithms import chunks_of
 from offbeat.spec import count_of
-from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, SERVER, family_of, strategies, with_shape
+from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, PEERS, SERVER, family_of, strategies, with_shape
 from offbeat.train.fields import LARGEST, Field, FieldError, Options, Section, fields_of, shown
 from offbeat.train.layout import Layout, layout_of
 
@@ -312,6 +313,10 @@ def _check_strategy(config: Config) -> None:
     line, learners, train = config.sync, config.learners, config.train
     try:
         family = family_of(line)
+        if family == PEERS:
+            rule_of(line)
+            _check_peers(config)
+            return
         # The shape of `hierarchical` is that of the hosts, if it is given none: then no number of learners is wrong.
         spec = grammar.parse(with_shape(line, (learners or 1,)))
         grammar.bind(spec, strategies()[spec.name].params)
@@ -319,6 +324,8 @@ def _check_strategy(config: Config) -> None:
             create(line, expect=learners)
         elif learners and spec.name not in (AUTO, NATIVE):
             chunks_of(str(spec), ranks=learners)  # what cannot be built, without building: it may take gigabytes
+    except FieldError:
+        raise
     except RequestError as error:
         raise FieldError("sync", str(error)) from None
     if family == ALL_REDUCE:
@@ -346,3 +353,19 @@ def _check_strategy(config: Config) -> None:
     for name, (is_wanted, why) in needs_all_reduce.items():
         if is_wanted:
             raise FieldError(f"train.{name}", f"'{getattr(train, name)}' {why}")
+
+
+def _check_peers(config: Config) -> None:
+    """What needs learners that keep step, or a server."""
+    train = config.train
+    wanted = {
+        "parallel": (bool(config.parallel), "needs an all-reduce like ring"),
+        "train.split": (train.split != "equal", "needs an all-reduce; here fast learners take more samples anyway"),
+        "train.batch_norm": (train.batch_norm == "synchronised", "needs an all-reduce; use 'per-learner'"),
+        "train.accumulate": (train.accumulate > 1, "needs an all-reduce or a parameter server; use 1"),
+        "train.precision": (train.precision == "fp16", "needs an all-reduce or a parameter server; use bf16"),
+        "save.every_updates": (config.save.every_updates > 0, "needs an all-reduce or a parameter server; use 0"),
+    }
+    for name, (is_wanted, why) in wanted.items():
+        if is_wanted:
+            raise FieldError(name, f"'{config.sync}': {why}")

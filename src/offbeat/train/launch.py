@@ -44,7 +44,7 @@ from offbeat.server.remote.gateway import RemotePlan
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.supervisor import ServerPlan, Supervisor
 from offbeat.spec import count_of
-from offbeat.strategy import ALL_REDUCE, family_of, with_shape
+from offbeat.strategy import ALL_REDUCE, PEERS, SERVER, family_of, with_shape
 from offbeat.train.batch_probe import settle_batch
 from offbeat.train.checkpoint import Checkpoint, newest
 from offbeat.train.config import Config
@@ -52,6 +52,7 @@ from offbeat.train.config_files import changed, read_config, write_config
 from offbeat.train.learning_rate import STATES
 from offbeat.train.memory_limit import check_need, give_back, map_large_blocks, room_of
 from offbeat.train.out_of_memory import naming_memory, told_of_batch, told_of_model
+from offbeat.train.peer_trainer import PeerTrainer
 from offbeat.train.pipelined_trainer import PipelinedTrainer
 from offbeat.train.recompute import recomputing
 from offbeat.train.reduced_trainer import ReducedTrainer
@@ -113,6 +114,11 @@ class Start:
     @property
     def reduces(self) -> bool:
         return family_of(self.config.sync) == ALL_REDUCE
+
+    @property
+    def serves(self) -> bool:
+        """Whether there is a parameter server; otherwise learners form a process group."""
+        return family_of(self.config.sync) == SERVER
 
 
 def learners_here(config: Config) -> int:
@@ -249,7 +255,7 @@ def _check_memory(config: Config, task: Task, learners: int) -> None:
             parameters = sum(one.numel() for one in task.build().parameters())
     except Exception:  # what is wrong with it is found where it is built
         return
-    copies = learners + (0 if family_of(config.sync) == ALL_REDUCE else 1)
+    copies = learners + (family_of(config.sync) == SERVER)
     needed = 4 * parameters * copies * (_VECTORS + STATES.get(config.train.optimizer, 1))
     if needed > here:
         raise RequestError(
@@ -304,7 +310,7 @@ def _with_batch_of(config: Config, run: RunDir) -> Config:
 
 def _check_resume(config: Config, run: RunDir, checkpoint: Checkpoint, samples: int) -> None:
     """`RequestError` if the run of this checkpoint was another one."""
-    optimizer, reduces = checkpoint.state["optimizer"], family_of(config.sync) == ALL_REDUCE
+    optimizer, served = checkpoint.state["optimizer"], family_of(config.sync) == SERVER
     if optimizer != config.train.optimizer:
         raise RequestError(f"train.optimizer: the checkpoint has the state of {optimizer}; resume with that optimizer")
     seed = read_config(run).seed
@@ -319,10 +325,11 @@ def _check_resume(config: Config, run: RunDir, checkpoint: Checkpoint, samples: 
             f"the data set has {count_of(samples, 'sample')}, but had {before} when the checkpoint was saved; "
             "restore the data, or start a new run"
         )
-    if ("server" in checkpoint.files) == reduces:
+    peers = PEERS in (family_of(config.sync), family_of(checkpoint.state["sync"]))
+    if ("server" in checkpoint.files) != served or (peers and checkpoint.state["sync"] != config.sync):
         raise RequestError(
             f"{checkpoint.path.parent.parent} was saved under '{checkpoint.state['sync']}' and cannot be resumed under "
-            f"'{config.sync}': all-reduce and parameter server store the optimizer's state differently"
+            f"'{config.sync}': all-reduce, parameter server and peers store the optimizer's state differently"
         )
 
 
@@ -440,6 +447,7 @@ class _ForkedTraining:
         self.patience_s = FORMING_S
         self.exits: dict[int, int] = {}  # before the others were ended from here
         self._stopping, self._lost = Stopwatch(), Stopwatch()
+        self._noted: set[int] = set()  # learners that have ended, and those that are left know it
         processes, train = start.config.processes, start.config.train
         self._board, self._stacks = ProgressBoard(processes), StackFiles(processes)
         least_s = train.watchdog_s * (10.0 if start.config.slow else 1.0)  # slow on purpose: that is no hang
@@ -507,6 +515,11 @@ class _ForkedTraining:
             for silence in hung:
                 self._give_up(launcher, silence)
             self._stopping.seconds(False)
+        if not self.start.serves and not self.start.reduces:  # the others go on, and have to know
+            for learner in sorted(set(launcher.exits) - self._noted):
+                self._noted.add(learner)
+                if launcher.exits[learner]:
+                    self.start.run.note_lost(learner)
         lost_s = self._lost.seconds(self.start.reduces and any(launcher.exits.values()) and not self.exits)
         if lost_s > self.patience_s:
             self.exits = dict(launcher.exits)
@@ -582,7 +595,7 @@ def _stopped(launcher: Launcher) -> dict[int, bool]:
 def _launcher(start: Start, body: Callable[[int], int], on_line: Callable[[str, str], None]) -> Launcher:
     config = start.config
     environment = {**os.environ, **thread_environment(config.train.threads)}
-    if start.reduces:
+    if not start.serves:
         plan = LaunchPlan(body=body, environment=environment)
         return RankLauncher(plan, config.processes, on_line, private=True)
     extra = setting_of(config, start.checkpoint)
@@ -649,7 +662,7 @@ def fit_learner(
     signals.install()
     if torchrun_rank() is None:
         report({"kind": "heeding", "learner": number, "process": os.getpid()})
-    kind: type[Trainer] = ReducedTrainer if start.reduces else ServedTrainer
+    kind: type[Trainer] = ServedTrainer if start.serves else ReducedTrainer if start.reduces else PeerTrainer
     more: dict[str, Any] = {}
     if start.plan is not None:
         kind, more = PipelinedTrainer, {"plan": start.plan}

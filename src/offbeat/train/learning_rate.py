@@ -26,7 +26,7 @@ from offbeat import policies
 from offbeat.errors import RequestError, unknown
 from offbeat.policies.damping import CORRECT
 from offbeat.server.shard import optimizers
-from offbeat.strategy import SERVER, family_of
+from offbeat.strategy import SERVER, family_of, paced_as
 from offbeat.train.config import Config, TrainConfig
 from offbeat.train.lars import LAMB, LARS
 
@@ -44,6 +44,7 @@ def gradients_per_update(line: str, learners: int) -> int:
     """
     if learners < 1:
         raise RequestError(f"a run has 1 learner or more; got {learners}")
+    line = paced_as(line)
     if family_of(line) != SERVER:
         return learners
     policy = policies.create(line, expect=learners)
@@ -57,6 +58,7 @@ def minibatches_per_version(line: str, learners: int) -> int:
     learner. Work that is cancelled or dropped (k-sync, stale-drop) is not counted, so if it is not done again the
     versions of an epoch are fewer than this says.
     """
+    line = paced_as(line)
     if family_of(line) != SERVER:
         return gradients_per_update(line, learners)
     policy = policies.create(line, expect=learners)
@@ -164,7 +166,7 @@ def pace_of(train: TrainConfig, *, line: str, learners: int, samples: int, ends:
         raise RequestError(f"expected 1 or more samples to train on; got {samples}")
     factor = factor_of(train, line=line, learners=learners, most=samples)
     whole, rest = divmod(samples, minibatches_per_version(line, learners) * minibatch)
-    least = 1 if family_of(line) == SERVER else learners * train.accumulate * parts
+    least = 1 if family_of(paced_as(line)) == SERVER else learners * train.accumulate * parts
     per_epoch: float = max(1, whole + (rest >= least))
     if not ends:
         per_epoch = samples / (minibatches_per_version(line, learners) * minibatch)

@@ -39,7 +39,7 @@ from offbeat.schedules.coding import LEAST_BYTES
 from offbeat.server.learner.leased_loader import SampleOrder, seed_of
 from offbeat.server.learner.reduced_learner import gather_bytes
 from offbeat.spec import count_of, parse
-from offbeat.strategy import NATIVE, with_shape
+from offbeat.strategy import AUTO, NATIVE, PEERS, family_of, with_shape
 from offbeat.train.checkpoint import Checkpoint
 from offbeat.train.compute_ladder import (
     EAGER,
@@ -80,20 +80,23 @@ _KINDS = ("compute", "wait", "apply", "evaluate")
 class ReducedTrainer(Trainer):
     """See the module's text."""
 
+    reduces_gradients = True  # else each learner steps by itself, and a subclass says what is exchanged
+
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         config = self.config
         self._together = self.processes > 1
+        self.members = tuple(range(self.processes))  # the learner of each rank
         if self._together and not dist.is_initialized():
-            join_group(config.sync, self.number, self.processes, self.device)
-        self._coded = self._together and "codec" in dict(parse(config.sync).options)
+            join_group(group_line(config.sync), self.number, self.processes, self.device)
+        self._coded = self.reduces_gradients and self._together and "codec" in dict(parse(config.sync).options)
         slow = config.slow
         self._slowness = Slowness(slow, learner=self.number, learners=self.learners, seed=config.seed) if slow else None
         if config.train.batch_norm == "synchronised" and self._together:
             self.model, _ = synchronise(self.model)
             self._norms = ()  # they know of the others' samples
         self._steps_here = self._can_step_on_device()
-        by_ddp = self._together and not self._steps_here and not config.parallel
+        by_ddp = self.reduces_gradients and self._together and not self._steps_here and not config.parallel
         self.wrapped = _in_ddp(self.model, unused=self.unused) if by_ddp else self.model
         if self.checkpoint is not None:
             if (self.learners > 2 or self._coded) and self.at.update and by_ddp:
@@ -210,17 +213,7 @@ class ReducedTrainer(Trainer):
         try:
             if self.number == 0:
                 self.tell_beginning()
-                facts = {
-                    "strategy": with_shape(config.sync, Counter(self._host_numbers()).values()),
-                    "expect": self.processes,
-                    "learners": self.processes,
-                    **({"names": list(self.names)} if self.names else {}),
-                    **({"hosts": list(self.hosts), "clocks": self._clocks.as_json()} if self.hosts else {}),
-                    "simulated": False,
-                    "seed": config.seed,
-                    "name": config.name,
-                }
-                self._log = LogWriter(self.run.log(self.segment), facts)
+                self._open_log()
             if self._steps_here:
                 self._choose_compute()
             self._since_s = time.monotonic()
@@ -239,6 +232,20 @@ class ReducedTrainer(Trainer):
                     self._tell_unwritten(error)
             if self._together and dist.is_initialized():
                 dist.destroy_process_group()
+
+    def _open_log(self) -> None:
+        """By who writes it."""
+        facts = {
+            "strategy": with_shape(self.config.sync, Counter(self._host_numbers()).values()),
+            "expect": self.processes,
+            "learners": self.processes,
+            **({"names": list(self.names)} if self.names else {}),
+            **({"hosts": list(self.hosts), "clocks": self._clocks.as_json()} if self.hosts else {}),
+            "simulated": False,
+            "seed": self.config.seed,
+            "name": self.config.name,
+        }
+        self._log = LogWriter(self.run.log(self.segment), facts)
 
     def _train_epoch(self) -> bool:
         """One epoch, or what is left of it; whether the run is to end."""
@@ -665,13 +672,14 @@ class ReducedTrainer(Trainer):
         part = self.own_part()
         part.spans = torch.tensor(self._spans, dtype=torch.float64).reshape(-1, 4)
         self._spans = []
-        parts = gather_bytes(part.encode()) if self._together else [part.encode()]
+        gathered = gather_bytes(part.encode()) if self._together else [part.encode()]
+        parts = dict(zip(self.members, gathered, strict=True))
         self.gather_model()
         self._clocks.measure()
         stop = torch.zeros(1, dtype=torch.int64)
         if self._log is not None:  # this is the first learner
             self._write_spans(self._log, parts)
-            stop += self.evaluate_and_save(self.at, dict(enumerate(parts)))
+            stop += self.evaluate_and_save(self.at, parts)
             self._spans.append((3.0, began_s, time.monotonic(), float(self.at.update)))
         if self._together:
             dist.all_reduce(stop)
@@ -680,9 +688,9 @@ class ReducedTrainer(Trainer):
         self._since_s = time.monotonic()
         return bool(stop)
 
-    def _write_spans(self, log: LogWriter, parts: list[bytes]) -> None:
+    def _write_spans(self, log: LogWriter, parts: Mapping[int, bytes]) -> None:
         try:
-            for learner, data in enumerate(parts):
+            for learner, data in parts.items():
                 for kind, start_s, end_s, version in decode(data).spans.tolist():
                     start, end = (self._clocks.here(learner, at_s) - self._start_s for at_s in (start_s, end_s))
                     what, label = self.kind_of(int(kind))
@@ -792,6 +800,11 @@ class _LastGradient:
             self.last_s = time.monotonic()
 
 
+def group_line(line: str) -> str:
+    """The all-reduce of the group that learners of a strategy form: peers use it for means alone."""
+    return AUTO if family_of(line) == PEERS else line
+
+
 def join_group(line: str, rank: int, ranks: int, device: torch.device, store: Store | None = None) -> None:
     """Make the default group of all ranks, who meet in a store, or in the file of learners that were forked."""
     register()  # for whoever has no entry points: a tree that is on the path and not installed
@@ -799,8 +812,8 @@ def join_group(line: str, rank: int, ranks: int, device: torch.device, store: St
         torch.cuda.set_device(device)
     options = replace(Options.of_environment(), strategy=line)
     limit = timedelta(minutes=30)
-    path = os.environ.get("OFFBEAT_STORE")  # where learners were started from here: no store listens
-    store = store if path is None else FileStore(path, ranks)
+    if store is None:  # learners were started from here: no store listens
+        store = FileStore(os.environ["OFFBEAT_STORE"], ranks)
     dist.init_process_group("offbeat", store=store, rank=rank, world_size=ranks, timeout=limit, pg_options=options)
 
 

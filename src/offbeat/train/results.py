@@ -40,6 +40,7 @@ def end_record(
         "samples_per_s": last.get("samples_per_s", 0.0),
         "seconds": at.seconds,
         "staleness_mean": at.staleness,
+        "consensus": last.get("consensus"),
         "wait_share": last.get("wait_share", 0.0),
         "sent_bytes": last.get("sent_bytes"),
         "received_bytes": last.get("received_bytes"),

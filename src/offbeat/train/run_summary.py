@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from offbeat.number_format import format_seconds
-from offbeat.runs.metrics import format_accuracy, format_traffic
+from offbeat.runs.metrics import format_accuracy, format_traffic, told_consensus
 from offbeat.runs.run_folder import resume_command
 from offbeat.spec import count_of
-from offbeat.strategy import ALL_REDUCE, family_of
+from offbeat.strategy import SERVER, family_of
 from offbeat.train.config import Config
 
 
@@ -17,7 +17,7 @@ def summary_of(config: Config, end: Mapping[str, Any], metrics: Sequence[Mapping
     """Some sentences. What is not known is not said."""
     stages = f" in {count_of(config.layout.stages, 'stage')}" if config.parallel else ""
     strategy = f"{count_of(config.learners, 'learner')}{stages} under '{config.sync}'"
-    if family_of(config.sync) != ALL_REDUCE:
+    if family_of(config.sync) == SERVER:
         strategy += f" with {count_of(config.servers, 'server')}"
     lines = [f"{config.name}: {config.model.name} on {config.data.name}, {strategy}, {config.train.precision}."]
     seconds = end.get("seconds", 0.0)
@@ -42,6 +42,9 @@ def summary_of(config: Config, end: Mapping[str, Any], metrics: Sequence[Mapping
     staleness = end.get("staleness_mean")
     if staleness is not None:
         lines.append(f"Gradients were {staleness:.2f} versions old on average when they were applied.")
+    consensus = metrics[-1].get("consensus") if metrics else None
+    if consensus is not None:
+        lines.append(f"Replicas were {told_consensus(consensus)} before their means were taken.")
     dropped = metrics[-1].get("dropped") if metrics else None
     if dropped:
         told = ", ".join(f"{many} ({why})" for why, many in dropped.items())

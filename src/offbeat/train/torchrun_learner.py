@@ -38,7 +38,7 @@ from offbeat.processes.torchrun_rank import TorchrunRank, torchrun_rank
 from offbeat.runs.run_folder import RunDir
 from offbeat.server.learner.join import torchrun_store
 from offbeat.spec import count_of
-from offbeat.strategy import ALL_REDUCE, NATIVE, family_of, with_shape
+from offbeat.strategy import NATIVE, SERVER, family_of, with_shape
 from offbeat.train.checkpoint import newest
 from offbeat.train.config import Config
 from offbeat.train.config_files import as_json, changed, from_json
@@ -52,7 +52,7 @@ from offbeat.train.launch import (
     task_of_run,
     write_results,
 )
-from offbeat.train.reduced_trainer import join_group
+from offbeat.train.reduced_trainer import group_line, join_group
 from offbeat.train.results import conclude
 from offbeat.train.shared_checkpoint import share
 from offbeat.train.tasks import Task
@@ -133,11 +133,11 @@ def learn(
     hosts = host_names(cards)
     if len(set(hosts)) > 1:
         start = replace(start, hosts=hosts)
-    if start.reduces and me.ranks > 1:
+    if not start.serves and me.ranks > 1:
         if start.config.sync == NATIVE and start.hosts:
             os.environ.setdefault(_INTERFACE, own_address(int(os.environ["MASTER_PORT"])).interface)
         meeting = PrefixStore(f"offbeat/{cards[0]['token']}", torchrun_store())  # another one after each restart
-        join_group(start.config.sync, me.rank, me.ranks, device_of(start.config.device, me.rank), meeting)
+        join_group(group_line(start.config.sync), me.rank, me.ranks, device_of(start.config.device, me.rank), meeting)
         start = replace(start, checkpoint=share(start.checkpoint))
     return _train(me, start, report)
 
@@ -228,7 +228,7 @@ def check_ranks(config: Config, ranks: int) -> None:
 
 def check_hosts(line: str) -> None:
     """`RequestError` for what cannot be across hosts."""
-    if family_of(line) != ALL_REDUCE:
+    if family_of(line) == SERVER:
         raise RequestError(
             f"'{line}' uses a parameter server, which torchrun cannot start on several hosts; start `offbeat train "
             "--listen` on one and `offbeat work` on the others, or use an all-reduce such as ring"
@@ -282,7 +282,7 @@ def _follow(me: TorchrunRank, told: _Told, settings: Callable[[], Config], task:
         config = from_json(told.config, "the configuration of rank 0")
     check_device(config.device)
     run = RunDir(Path(told.run))
-    by_folder = told.resumes and family_of(config.sync) != ALL_REDUCE  # on one host: then all can read it
+    by_folder = told.resumes and family_of(config.sync) == SERVER  # on one host: then all can read it
     return Start(
         config=config,
         task=task_of_run(config, task),
