@@ -16,6 +16,7 @@ from torch import Tensor
 import offbeat
 from offbeat import codecs
 from offbeat.codecs.coder import Coder, PieceCoder
+from offbeat.codecs.low_rank import Layers
 from offbeat.codecs.table import BLOCK, SIGN_BLOCK, add_row, check_sizes, kept
 from offbeat.errors import RequestError
 from offbeat.schedules import build, verify
@@ -341,3 +342,61 @@ def test_a_row_whose_sizes_do_not_add_up_is_refused() -> None:
     with pytest.raises(RequestError, match="is not that of their blocks"):
         add_row(row)
     assert "odd" not in codecs.CODECS
+
+
+# --- power-sgd by layers ----------------------------------------------------------------------------------------------
+
+SHAPES = ((40, 30), (40,), (6, 40, 3, 3), (6,), (), (2, 2), (0, 5))
+
+
+def of_layers(values: Tensor, layers: Layers, start: Tensor) -> tuple[Tensor, Tensor]:
+    """One rank alone: what is decoded, and the next start; `values` becomes what was not sent."""
+    left = layers.left(values, start)
+    layers.orthogonalise(left)
+    right = layers.right(values, left)
+    decoded = torch.empty(layers.items)
+    layers.product(left, right, decoded)
+    return decoded, layers.next_start(right, start)
+
+
+def test_each_layer_has_a_matrix_of_its_own_and_the_rest_is_sent_as_it_is() -> None:
+    layers = Layers(SHAPES, 4)
+    assert [(one.rows, one.columns, one.width) for one in layers.layers] == [(40, 30, 4), (6, 360, 4)]
+    assert sum(part.stop - part.start for part in layers.rest) == 40 + 6 + 1 + 4
+    assert layers.items == sum(math.prod(shape) for shape in SHAPES)
+    values = torch.randn(layers.items, generator=torch.Generator().manual_seed(1))
+    before = values.clone()
+    decoded, _ = of_layers(values, layers, layers.start())
+    assert float((decoded + values - before).abs().max()) < 1e-5  # sent + residual = gradient
+    for part in layers.rest:
+        assert torch.equal(decoded[part], before[part]) and not values[part].any()
+
+
+def test_layers_of_low_rank_are_exact_after_a_few_steps_and_a_flat_matrix_is_not() -> None:
+    chance = torch.Generator().manual_seed(2)
+    shapes = ((64, 48), (64,), (80, 64))
+    parts = [
+        torch.randn(rows, 2, generator=chance) @ torch.randn(2, columns, generator=chance)
+        for rows, columns in (shapes[0], shapes[2])
+    ]
+    flat = torch.cat([parts[0].view(-1), torch.randn(64, generator=chance), parts[1].view(-1)])
+    layers = Layers(shapes, 2)
+    start = layers.start()
+    for _ in range(3):
+        rest = flat.clone()
+        _, start = of_layers(rest, layers, start)
+    assert float(rest.norm() / flat.norm()) < 1e-4
+    codec = codecs.parse("power-sgd:2")
+    coder, payload = codec.coder(), torch.empty(codec.size_bytes(len(flat)), dtype=torch.uint8)
+    for _ in range(3):
+        rest = torch.zeros(len(flat))
+        coder.encode(flat, payload, rest)
+    assert float(rest.norm() / flat.norm()) > 0.5
+
+
+def test_what_is_not_finite_does_not_stay_in_a_layer() -> None:
+    layers = Layers(SHAPES, 2)
+    values = torch.ones(layers.items)
+    values[7] = torch.nan
+    decoded, start = of_layers(values, layers, layers.start())
+    assert decoded.isnan().any() and values.isfinite().all() and start.isfinite().all()

@@ -67,6 +67,17 @@ def test_two_hosts_train_as_one_process_on_the_union_batch(start_lab: StartLab, 
     check_hosts_are_told(folder_of(tmp_path, 0) / "run", counted=sync != "native")
 
 
+def test_three_hosts_send_their_updates_to_each_other(start_lab: StartLab, tmp_path: Path) -> None:
+    lab = start_lab(hosts=3)
+    options = {"train.epochs": 3, "save.every-updates": 0, "model.name": "softmax"}
+    told = finish(start(lab, tmp_path, words_for("all-to-all:async", **options), with_key(tmp_path), ranks=1))
+    assert "Traceback" not in "".join(told)
+    last = RunDir(folder_of(tmp_path, 0) / "run").read_metrics()[-1]
+    assert last["samples"] == 3 * 1438 and not last["dropped"]
+    assert last["consensus"]["mean"] > 0 and last["staleness"] > 0
+    assert last["accuracy"] > 0.8
+
+
 @pytest.mark.skipif(not MATRIX, reason="another start of torchrun: make test-matrix")
 def test_a_slow_host_gets_fewer_samples_and_the_weights_are_those_of_one_process(
     start_lab: StartLab, tmp_path: Path

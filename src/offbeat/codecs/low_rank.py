@@ -4,11 +4,16 @@
 
 The factors are `rank` rows each: so a product with the matrix reads it once, in the order in which it lies. Q is kept
 for the next time (the warm start), so that one step of the power iteration is enough. A flat tensor, as DDP's buckets
-are, is seen as a matrix that is nearly square (`matrix_shape`), with zeros after its end: that mixes layers, so a rank
-here approximates less well than one of each layer's own matrix.
+are, is seen as a matrix that is nearly square (`matrix_shape`), with zeros after its end. That mixes layers, and little
+of a gradient is in its few directions. Where the shapes of the layers are known (`Layers`), each has a matrix of its
+own, and what is no matrix, or would not be smaller, is sent as it is.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,6 +116,97 @@ class PowerSgd(Coder):
         torch.mm(left[:, :whole].t(), right, out=into[: whole * columns].view(whole, columns))
         if len(into) > whole * columns:
             into[whole * columns :] = (left[:, whole] @ right)[: len(into) - whole * columns]
+
+
+class Layer(NamedTuple):
+    """A matrix of a flat tensor."""
+
+    start: int
+    rows: int
+    columns: int
+    width: int  # of its factors
+
+    @property
+    def end(self) -> int:
+        return self.start + self.rows * self.columns
+
+    def of(self, flat: Tensor) -> Tensor:
+        return flat[self.start : self.end].view(self.rows, self.columns)
+
+
+class Layers:
+    """A flat tensor as the matrices of layers, and the rest, which is sent as it is.
+
+    The steps are those of `PowerSgd`, on all matrices. `left` and `right` are one vector each, for all ranks to add up.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], rank: int) -> None:
+        self.layers: list[Layer] = []
+        self.rest: list[slice] = []
+        start = 0
+        for shape in shapes:
+            items = math.prod(shape)
+            rows = shape[0] if shape else 1
+            columns = items // rows if rows else 0
+            width = min(rank, rows, columns)
+            if len(shape) > 1 and width * (rows + columns) < items:
+                self.layers.append(Layer(start, rows, columns, width))
+            elif items:
+                self.rest.append(slice(start, start + items))
+            start += items
+        self.items = start
+
+    def start(self) -> Tensor:
+        """The first Q of each: random, and the same on all ranks."""
+        chance = torch.Generator().manual_seed(_START)
+        firsts = [orthogonalise(torch.randn(one.width, one.columns, generator=chance)) for one in self.layers]
+        return torch.cat([torch.empty(0), *(first.view(-1) for first in firsts)])
+
+    def left(self, values: Tensor, start: Tensor) -> Tensor:
+        """Q M^T of each layer, and the rest."""
+        starts = self._split(start, columns=True)
+        lefts = [torch.mm(first, one.of(values).t()).view(-1) for one, first in zip(self.layers, starts, strict=True)]
+        return torch.cat([torch.empty(0), *lefts, *(values[part] for part in self.rest)])
+
+    def orthogonalise(self, left: Tensor) -> None:
+        for one in self._split(left, columns=False):
+            orthogonalise(one)
+
+    def right(self, values: Tensor, left: Tensor) -> Tensor:
+        """P M of each layer; what is left of `values` after that and the rest stays in there."""
+        rights = []
+        for one, factor in zip(self.layers, self._split(left, columns=False), strict=True):
+            matrix = one.of(values)
+            rights.append(torch.mm(factor, matrix))
+            matrix.addmm_(factor.t(), rights[-1], alpha=-1)
+        for part in self.rest:
+            values[part] = 0.0
+        if not is_finite(values):
+            torch.nan_to_num_(values, 0.0, 0.0, 0.0)
+        return torch.cat([torch.empty(0), *(right.view(-1) for right in rights)])
+
+    def product(self, left: Tensor, right: Tensor, into: Tensor) -> None:
+        """P^T Q of each layer, and the rest."""
+        pairs = zip(self._split(left, columns=False), self._split(right, columns=True), strict=True)
+        for one, (factor, other) in zip(self.layers, pairs, strict=True):
+            torch.mm(factor.t(), other, out=one.of(into))
+        at = sum(one.width * one.rows for one in self.layers)
+        for part in self.rest:
+            into[part] = left[at : at + part.stop - part.start]
+            at += part.stop - part.start
+
+    def next_start(self, right: Tensor, before: Tensor) -> Tensor:
+        pairs = zip(self._split(right, columns=True), self._split(before, columns=True), strict=True)
+        return torch.cat([torch.empty(0), *(next_start(one, old).reshape(-1) for one, old in pairs)])
+
+    def _split(self, vector: Tensor, *, columns: bool) -> list[Tensor]:
+        """The factors of each layer in a vector of them: of as many columns as the layer has columns, or rows."""
+        found, at = [], 0
+        for one in self.layers:
+            side = one.columns if columns else one.rows
+            found.append(vector[at : at + one.width * side].view(one.width, side))
+            at += one.width * side
+        return found
 
 
 def padded_items(items: int) -> int:

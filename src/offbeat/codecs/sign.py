@@ -1,4 +1,4 @@
-"""1-bit: the sign of each number, and the mean size of each block of 2,048 (Seide 2014, Karimireddy 2019).
+"""1-bit: the sign of each number, and the mean size of each block of 64 (Seide 2014, Karimireddy 2019).
 
 The mean size is the scale that makes the error smallest. A payload is the scales, then the signs: bit k of byte j of a
 block is the sign of the number k eighths of the block (rounded up) after the j-th; set for a negative one.

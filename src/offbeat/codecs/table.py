@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PER_TRANSFER, PER_TENSOR = "per transfer", "per tensor"
 BLOCK = 256  # items that share a scale
-SIGN_BLOCK = 2048  # the same for signs
+SIGN_BLOCK = 64  # the same for signs: with more, numbers that are nearly 0 take the size of their neighbours
 ITEM_BYTES = 4  # of the fp32 numbers that are coded
 ACROSS = "across"  # `codec=int8@across`: between hosts only
 AUTO = "auto"  # `codec=auto`: what is fastest of these, or nothing
@@ -57,6 +57,7 @@ class CodecRow:
     params: tuple[Param, ...] = ()
     examples: tuple[str, ...] = ()
     vectors: Callable[..., tuple[int, ...]] | None = None  # (items, **options): what ranks can add up, in order
+    spares_biases: bool = False  # tensors of one dimension are sent as they are, where shapes are known
 
     def usage(self) -> str:
         """How it is written: `top-k:SHARE`."""
@@ -207,13 +208,14 @@ CODECS: dict[str, CodecRow] = {
         ),
         CodecRow(
             name="1-bit",
-            summary="the sign of each number, and the mean size of each block of 2,048 (Seide et al. 2014)",
+            summary="the sign of each number, and the mean size of each block of 64 (Seide et al. 2014)",
             kind=PER_TENSOR,
             biased=True,
             size_bytes=lambda items: 4 * _blocks(items, SIGN_BLOCK) + -(-items // 8),
             coder="offbeat.codecs.sign:OneBit",
             error="the norm of a block's error is at most the norm of the block",
             not_finite="a block with NaN or Inf is decoded as NaN",
+            spares_biases=True,
             examples=("1-bit",),
         ),
         CodecRow(

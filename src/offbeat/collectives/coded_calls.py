@@ -12,7 +12,7 @@ from torch import Tensor
 
 from offbeat.codecs import PER_TRANSFER, Codec
 from offbeat.codecs.coder import Coder
-from offbeat.codecs.low_rank import PowerSgd, next_start, orthogonalise
+from offbeat.codecs.low_rank import Layers, PowerSgd, next_start, orthogonalise
 from offbeat.collectives.calls import Call, Plan, Runner, check_reduction, cut, number_of
 from offbeat.collectives.residuals import Kept
 from offbeat.collectives.sync import Patience
@@ -45,6 +45,8 @@ class CodedCalls:
             coder.seed(own_seed if codec.kind == PER_TRANSFER else kept.calls % _SEEDS)
             if gathers:
                 self._gather(coder, codec, flat, way, kept, call, patience)
+            elif isinstance(coder, PowerSgd) and kept.shapes:
+                self._factors_of_layers(Layers(kept.shapes, coder.rank), flat, way, kept, call, patience)
             elif isinstance(coder, PowerSgd):
                 self._factors(coder, flat, way, kept, call, patience)
             else:
@@ -60,15 +62,23 @@ class CodedCalls:
         self, coder: Coder, codec: Codec, flat: Tensor, way: Plan, kept: Kept, call: Call, patience: Patience
     ) -> None:
         """Everybody's payload to everybody, who add them up in the order of ranks."""
-        size = codec.size_bytes(len(flat))
+        coded = codec.size_bytes(len(flat))
+        biases = kept.biases() if codec.row.spares_biases else []
+        own = [flat[one].clone() for one in biases]
+        behind = -(-coded // 4) * 4 if biases else coded  # where these are
+        size = behind + sum(one.nbytes for one in own)
         each = -(-size // 64) * 64
         if len(self._gathered) < each * self._ranks:
             self._gathered = torch.empty(each * self._ranks, dtype=torch.uint8)
         parts = {rank: self._gathered[rank * each : rank * each + size] for rank in range(self._ranks)}
         coder.begin_from(len(flat), kept.start)
         residual = kept.values(coder.residual_items(len(flat))) if codec.biased else None
-        coder.encode(flat, parts[self._rank], residual)
+        coder.encode(flat, parts[self._rank][:coded], residual)
         kept.start = coder.start_of(len(flat))
+        if biases:
+            parts[self._rank][behind:].copy_(torch.cat(own).view(torch.uint8))
+            for one in biases:
+                kept.values()[one] = 0.0
         self._runner.run(
             Call(
                 plan=way, dtype=torch.uint8, what=number_of("all_gather", "", torch.uint8), items=size * self._ranks,
@@ -79,7 +89,13 @@ class CodedCalls:
         )  # fmt: skip
         flat.zero_()
         for part in parts.values():
-            coder.add(part, flat)
+            coder.add(part[:coded], flat)
+        if biases:
+            sums = torch.zeros((size - behind) // 4)
+            for part in parts.values():
+                sums.add_(part[behind:].view(torch.float32))
+            for one, values in zip(biases, torch.split(sums, [one.stop - one.start for one in biases]), strict=True):
+                flat[one] = values
 
     def _values(
         self, coder: Coder, codec: Codec, flat: Tensor, way: Plan, kept: Kept, call: Call, patience: Patience
@@ -108,6 +124,22 @@ class CodedCalls:
         self._add_up(right.view(-1), way, call, patience)
         kept.start = next_start(right, start)
         coder.product(left, right, flat)
+
+    def _factors_of_layers(
+        self, layers: Layers, flat: Tensor, way: Plan, kept: Kept, call: Call, patience: Patience
+    ) -> None:
+        start = layers.start()
+        if kept.start is not None and kept.start.shape == start.shape:  # not of a run with another rank
+            start = kept.start
+        values = kept.values()
+        values.add_(flat)
+        left = layers.left(values, start)
+        self._add_up(left, way, call, patience)
+        layers.orthogonalise(left)
+        right = layers.right(values, left)
+        self._add_up(right, way, call, patience)
+        kept.start = layers.next_start(right, start)
+        layers.product(left, right, flat)
 
     def _add_up(self, values: Tensor, way: Plan, call: Call, patience: Patience) -> None:
         self._runner.run(

@@ -7,6 +7,7 @@ and in a run that goes on, so a checkpoint has them by that order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -25,6 +26,16 @@ class Kept:
     calls: int = 0
     residual: Tensor | None = None
     start: Tensor | None = None
+    shapes: tuple[tuple[int, ...], ...] = ()  # of the tensors that it is made of, where they are known
+
+    def biases(self) -> list[slice]:
+        """Where the tensors of one dimension or none are."""
+        found, start = [], 0
+        for shape in self.shapes:
+            if len(shape) < 2:
+                found.append(slice(start, start + math.prod(shape)))
+            start += math.prod(shape)
+        return found
 
     def values(self, items: int | None = None) -> Tensor:
         """The residual, which begins with zeros; of so many items, where a codec needs more than the tensor has."""

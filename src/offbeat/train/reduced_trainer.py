@@ -98,6 +98,8 @@ class ReducedTrainer(Trainer):
         self._steps_here = self._can_step_on_device()
         by_ddp = self.reduces_gradients and self._together and not self._steps_here and not config.parallel
         self.wrapped = _in_ddp(self.model, unused=self.unused) if by_ddp else self.model
+        if by_ddp and self._coded:
+            _tell_shapes(self.wrapped)
         if self.checkpoint is not None:
             if (self.learners > 2 or self._coded) and self.at.update and by_ddp:
                 self._arrange_buckets()
@@ -822,3 +824,17 @@ def _in_ddp(model: nn.Module, *, unused: bool) -> DistributedDataParallel:
     new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters  # torch's word since 2.13
     options: dict[str, Any] = {"forward_sync_buffers" if new else "broadcast_buffers": False}
     return DistributedDataParallel(model, find_unused_parameters=unused, **options)
+
+
+def _tell_shapes(wrapped: nn.Module) -> None:
+    """Have a codec know which tensors DDP's flat buckets are made of."""
+    assert isinstance(wrapped, DistributedDataParallel)
+
+    def reduce(bucket: Any) -> Any:
+        whole = bucket.buffer()
+        group_of(None).residuals.of(whole).shapes = tuple(tuple(one.shape) for one in bucket.gradients())
+        work = dist.all_reduce(whole.div_(dist.get_world_size()), async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda _: whole)
+
+    wrapped.register_comm_hook(None, lambda _, bucket: reduce(bucket))  # DDP refuses the annotations of a def
