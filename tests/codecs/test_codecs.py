@@ -362,13 +362,13 @@ def of_layers(values: Tensor, layers: Layers, start: Tensor) -> tuple[Tensor, Te
 def test_each_layer_has_a_matrix_of_its_own_and_the_rest_is_sent_as_it_is() -> None:
     layers = Layers(SHAPES, 4)
     assert [(one.rows, one.columns, one.width) for one in layers.layers] == [(40, 30, 4), (6, 360, 4)]
-    assert sum(part.stop - part.start for part in layers.rest) == 40 + 6 + 1 + 4
+    assert sum(part.stop - part.start for part in layers.uncoded) == 40 + 6 + 1 + 4
     assert layers.items == sum(math.prod(shape) for shape in SHAPES)
     values = torch.randn(layers.items, generator=torch.Generator().manual_seed(1))
     before = values.clone()
     decoded, _ = of_layers(values, layers, layers.start())
     assert float((decoded + values - before).abs().max()) < 1e-5  # sent + residual = gradient
-    for part in layers.rest:
+    for part in layers.uncoded:
         assert torch.equal(decoded[part], before[part]) and not values[part].any()
 
 

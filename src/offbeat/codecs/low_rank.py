@@ -142,7 +142,7 @@ class Layers:
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], rank: int) -> None:
         self.layers: list[Layer] = []
-        self.rest: list[slice] = []
+        self.uncoded: list[slice] = []
         start = 0
         for shape in shapes:
             items = math.prod(shape)
@@ -152,7 +152,7 @@ class Layers:
             if len(shape) > 1 and width * (rows + columns) < items:
                 self.layers.append(Layer(start, rows, columns, width))
             elif items:
-                self.rest.append(slice(start, start + items))
+                self.uncoded.append(slice(start, start + items))
             start += items
         self.items = start
 
@@ -166,7 +166,7 @@ class Layers:
         """Q M^T of each layer, and the rest."""
         starts = self._split(start, columns=True)
         lefts = [torch.mm(first, one.of(values).t()).view(-1) for one, first in zip(self.layers, starts, strict=True)]
-        return torch.cat([torch.empty(0), *lefts, *(values[part] for part in self.rest)])
+        return torch.cat([torch.empty(0), *lefts, *(values[part] for part in self.uncoded)])
 
     def orthogonalise(self, left: Tensor) -> None:
         for one in self._split(left, columns=False):
@@ -179,7 +179,7 @@ class Layers:
             matrix = one.of(values)
             rights.append(torch.mm(factor, matrix))
             matrix.addmm_(factor.t(), rights[-1], alpha=-1)
-        for part in self.rest:
+        for part in self.uncoded:
             values[part] = 0.0
         if not is_finite(values):
             torch.nan_to_num_(values, 0.0, 0.0, 0.0)
@@ -191,7 +191,7 @@ class Layers:
         for one, (factor, other) in zip(self.layers, pairs, strict=True):
             torch.mm(factor.t(), other, out=one.of(into))
         at = sum(one.width * one.rows for one in self.layers)
-        for part in self.rest:
+        for part in self.uncoded:
             into[part] = left[at : at + part.stop - part.start]
             at += part.stop - part.start
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from offbeat.errors import RequestError
 from offbeat.policies import Policy, create
-from offbeat.simulate import collective, peers, server
+from offbeat.simulate import collective, peer_run, server
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.collective import Model
 from offbeat.simulate.fair_network import Background
@@ -137,7 +137,7 @@ class Setup:
         if simulated_family_of(self.strategy) == PEERS:
             if write is not None:
                 raise RequestError(f"'{self.strategy}' has no policy whose decisions could be logged; leave out --log")
-            return peers.run(self.strategy, self.cluster, updates=updates, keep_spans=keep_spans)
+            return peer_run.run(self.strategy, self.cluster, updates=updates, keep_spans=keep_spans)
         if not self.reduces:
             return server.run(self.strategy, self.cluster, updates=updates, keep_spans=keep_spans, write=write)
         assert self.topology is not None and self.model is not None

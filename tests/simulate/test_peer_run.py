@@ -7,7 +7,7 @@ import pytest
 from offbeat.errors import RequestError
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.compute import Failures, parse_law
-from offbeat.simulate.peers import run
+from offbeat.simulate.peer_run import run
 from offbeat.simulate.server import run as run_server
 
 ASYNC = "all-to-all:async"
