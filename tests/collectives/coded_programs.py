@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from collectives.programs import join
 from offbeat import codecs
+from offbeat.collectives.peer_exchange import PeerExchange
 from offbeat.collectives.process_group import OffbeatGroup
 from offbeat.schedules import build, price
 from offbeat.topology import Link, Topology, edge_name
@@ -155,4 +156,39 @@ def not_finite_sums(rank: int, ranks: int, store: str, line: str) -> list[bool]:
             mine[777] = torch.nan
         dist.all_reduce(mine)
         found.append(bool(mine.isfinite().all()))
+    return found
+
+
+def peer_updates(rank: int, ranks: int, store: str, codec: str, steps: int) -> tuple[float, float, list[int]]:
+    """Updates to all others, each at its own pace: how far the replica is from rank 0's, and, with all residuals, from
+    what was given; and what others have confirmed."""
+    join(rank, ranks, store, "direct")
+    exchange = PeerExchange(ITEMS, codecs.parse(codec) if codec else None)
+    replica, came, confirmed = torch.zeros(ITEMS), [0] * ranks, [0] * ranks
+    for step in range(steps):
+        update = gradient(rank, step)
+        exchange.send(update, samples=step + 1, seen={rank: step})
+        replica += update
+        came = _take(exchange, replica, came, confirmed)
+    while sum(came) < steps * (ranks - 1) or sum(confirmed) < steps * (ranks - 1):
+        came = _take(exchange, replica, came, confirmed)
+    first, given = replica.clone(), torch.zeros(ITEMS).double()
+    dist.broadcast(first, 0)
+    residual = torch.zeros(ITEMS).double() if exchange.residual is None else exchange.residual[:ITEMS].double()
+    dist.all_reduce(residual)
+    for peer in range(ranks):
+        for step in range(steps):
+            given += gradient(peer, step).double()
+    off = float((replica.double() + residual - given).abs().max())
+    return float((replica - first).abs().max()), off, confirmed
+
+
+def _take(exchange: PeerExchange, replica: Tensor, came: list[int], confirmed: list[int]) -> list[int]:
+    found = list(came)
+    for arrival in exchange.arrivals(replica):
+        found[arrival.source] += 1
+        assert arrival.number == arrival.samples == found[arrival.source]  # in order, each once
+        assert arrival.seen[arrival.source] == arrival.number - 1
+    for other, count in exchange.confirmations():
+        confirmed[other] = count
     return found

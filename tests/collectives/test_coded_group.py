@@ -85,3 +85,15 @@ def test_residuals_of_tensors_that_are_gone_are_let_go_of_and_counted(nursery: N
 @pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "1-bit", "top-k:0.01", "power-sgd:2"])
 def test_a_nan_reaches_all_ranks_and_is_gone_after_that_step(nursery: Nursery, codec: str) -> None:
     assert nursery.values("not_finite_sums", ranks=3, line=f"ring:codec={codec}") == [[True, False, True]] * 3
+
+
+@pytest.mark.parametrize(
+    "codec", ["", "bf16", "int8", "int4:stochastic", "1-bit", "top-k:0.01", "random-k:0.01", "power-sgd:2"]
+)
+def test_updates_to_each_other_move_all_replicas_alike_and_lose_nothing(nursery: Nursery, codec: str) -> None:
+    ranks, steps = 3, 4
+    found = nursery.values("peer_updates", ranks=ranks, codec=codec, steps=steps)
+    for rank, (apart, off, confirmed) in enumerate(found):
+        assert apart < 1e-5
+        assert off < (1e-4 if codec != "int4:stochastic" else 10)  # which has no residual
+        assert confirmed == [steps if other != rank else 0 for other in range(ranks)]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from offbeat.errors import EventError, RequestError
+from offbeat.policies import create
 from offbeat.policies.peers import PEERS, Peer, farthest, row_of, rule_of
 
 WORLDS = 1000
@@ -146,3 +147,5 @@ def test_lines_of_peers_are_read() -> None:
         rule_of("all-to-all:async,codec=auto")
     with pytest.raises(RequestError, match="no strategy of peers"):
         rule_of("ring")
+    with pytest.raises(RequestError, match="has no server; only offbeat train, simulate and compare"):
+        create("average-once", expect=2)

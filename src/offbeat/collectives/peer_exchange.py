@@ -58,7 +58,7 @@ class PeerExchange:
         message = torch.empty(self._size, dtype=torch.uint8)
         header = [self._made, samples, *(seen.get(rank, 0) for rank in range(self._ranks))]
         message[: self._header].view(torch.int64).copy_(torch.tensor(header))
-        self._coder.seed(self._made)
+        self._coder.seed(self._made * self._ranks + self._rank)
         self._coder.encode(update, self._payload(message), self.residual, take=True)
         for rank in self._coming:
             self._post(message, rank, _UPDATE)
@@ -70,7 +70,7 @@ class PeerExchange:
                 self._updates[rank].wait()
                 message = self._coming[rank]
                 number, samples, *seen = message[: self._header].view(torch.int64).tolist()
-                self._coder.seed(number)
+                self._coder.seed(number * self._ranks + rank)
                 self._coder.add(self._payload(message), into)
                 self.received_bytes += self._size
                 self._updates[rank] = self._receive(message, rank, _UPDATE)

@@ -17,6 +17,7 @@ from offbeat.errors import RequestError
 from offbeat.policies.barrier import DeadlineSync, GraceSync, KBatchSync, KSync
 from offbeat.policies.base import LearnerRule, Policy
 from offbeat.policies.local import OUTER, Downpour, LocalSGD
+from offbeat.policies.peers import row_of
 from offbeat.policies.rates import CONSTANT, RATES, parse_rate_rule
 from offbeat.policies.sentences import Outcome
 from offbeat.policies.stale import AdaptiveK, KAsync, KBatchAsync, StaleDrop, StaleSync
@@ -270,6 +271,8 @@ def create(
     the learning rate was multiplied for the number of gradients in an update.
     """
     spec = grammar.parse(text)
+    if row_of(text) is not None:
+        raise RequestError(f"'{text}' has no server; only offbeat train, simulate and compare can use it")
     row = find(spec.name)
     if expect < 1:
         raise RequestError(f"a run has 1 learner or more; got {expect}")
