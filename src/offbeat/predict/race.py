@@ -23,7 +23,7 @@ from offbeat.runs.metrics import Score, format_accuracy, ranking
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.setup import Network
 from offbeat.spec import format_learners
-from offbeat.strategy import ALL_REDUCE, family_of, line_up, simulated_family_of
+from offbeat.strategy import ALL_REDUCE, family_of, line_up, paced_as, simulated_family_of
 
 ALIKE = 1.05  # medians this close are not told apart
 FAR = 1.15  # medians beyond this are, even if the times of some seeds overlap
@@ -251,7 +251,7 @@ def _complexity(result: RaceResult) -> int:
     kind = 0
     if family_of(result.strategy) != ALL_REDUCE:
         learners = result.contender.cluster.learners
-        policy = create(result.strategy, expect=learners)
+        policy = create(paced_as(result.strategy), expect=learners)
         kind = 1 if policy.waits_for_all(learners) and not policy.rule.delta else 2
     return 2 * kind + bool(result.variant)
 

@@ -28,10 +28,12 @@ from offbeat import plugins, topology
 from offbeat.errors import OffbeatError, ReplayError, RequestError
 from offbeat.number_format import finite_or_none
 from offbeat.policies import create
+from offbeat.policies.peers import rule_of
 from offbeat.policies.sentences import mean_age
 from offbeat.predict.arithmetic import Arithmetic
 from offbeat.predict.calibration_match import check as check_calibration
 from offbeat.predict.machines import Clock, Machines
+from offbeat.predict.peer_training import PeerReplicas, PeerTimeline
 from offbeat.predict.race import Contender, TrainingCurve
 from offbeat.predict.timelines import (
     LoggedTimeline,
@@ -299,10 +301,10 @@ def timeline_of(config: Config, clock: Clock, samples: int, *, write: WriteDecis
     size = train.batch_size * train.accumulate
     spans = 0 if write is None else ALL
     if family_of(config.sync) == PEERS:
-        raise RequestError(
-            f"'{config.sync}': each learner has weights of its own, and training in virtual time has one set for all; "
-            "simulate it without --recipe, or train it"
-        )
+        if clock.ends_of_epochs:
+            raise RequestError(f"'{config.sync}' is trained in virtual time without ends of epochs")
+        stream = Stream(samples=samples, sizes=(size,) * learners, epochs=train.epochs)
+        return PeerTimeline(config.sync, cluster, stream, keep_spans=spans)
     if family_of(config.sync) == SERVER:
         kind = Epochs if has_ends(config, clock) else Stream
         again = config.cancelled == "again"
@@ -384,7 +386,8 @@ class VirtualTrainer(Trainer):
         self._law = clock.cluster.law.text if isinstance(clock, Clock) else ""
         self._writes = run is not None
         self._decisions: list[dict[str, Any]] = []
-        self.arithmetic = Arithmetic(self, alone=width == 1, gradients=log.run.get("gradients"))
+        kind = PeerReplicas if family_of(config.sync) == PEERS else Arithmetic
+        self.arithmetic = kind(self, alone=width == 1, gradients=log.run.get("gradients"))
         of_each = 4 * 6 * self.arithmetic.replica.table.items  # weights, gradients, and what lies between them
         self._width = width or max(1, min(WIDTH, MOST_BYTES // of_each))
         if not self.arithmetic.together:  # nothing is gained ahead of time, and buffers would be ahead of the looks
@@ -413,7 +416,11 @@ class VirtualTrainer(Trainer):
     def fit(self) -> None:
         self.tell_beginning()
         self._evaluate_now()
-        train(self.timeline, self.arithmetic, width=self._width, after=self._after)
+        if isinstance(self.timeline, PeerTimeline) and isinstance(self.arithmetic, PeerReplicas):
+            self.timeline.replicas = self.arithmetic
+            any(self._after(update) for update in self.timeline.stream())
+        else:
+            train(self.timeline, self.arithmetic, width=self._width, after=self._after)
         if isinstance(self.timeline, ServedTimeline) and not self._stops:
             self._late = self.timeline.source.dropped
         if self.points[-1].update != self.at.update:
@@ -447,7 +454,11 @@ class VirtualTrainer(Trainer):
     def _count_traffic(self, update: Update) -> None:
         """Pushes and fetches of whole vectors; in an all-reduce, what its schedule sends."""
         size_bytes = self.arithmetic.replica.current.nbytes
-        if family_of(self.config.sync) != SERVER:
+        if family_of(self.config.sync) == PEERS:
+            rule, items = rule_of(self.config.sync), self.arithmetic.replica.table.items
+            each = size_bytes if rule.codec is None else rule.codec.size_bytes(items)
+            sent = received = each * (self.learners - 1) * rule.sends
+        elif family_of(self.config.sync) != SERVER:
             sent = received = _reduced_bytes(self.config.sync, self.learners, size_bytes)
         else:
             sent = len(update.works) * size_bytes
@@ -458,6 +469,8 @@ class VirtualTrainer(Trainer):
     def _evaluate_now(self) -> None:
         """Evaluate, and tell."""
         at, arithmetic = self.at, self.arithmetic
+        if isinstance(arithmetic, PeerReplicas):
+            arithmetic.show_mean()
         trained = model_tensors(self.twin, self._optimizer_of(self.twin))[0].trained
         arithmetic.replica.write_model(arithmetic.replica.current, trained)
         load_buffers(self.twin, arithmetic.mean_buffers())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Iterator
 from itertools import count
 
 from offbeat.errors import RequestError
@@ -26,16 +27,19 @@ def run(strategy: str, cluster: Cluster, *, updates: int, keep_spans: int = 0) -
     """Simulate until so many updates were made, by all learners together."""
     if updates < 1:
         raise RequestError(f"simulate at least 1 update; got {updates}")
-    if cluster.failures is not None or cluster.cores is not None:
-        what = "failures" if cluster.failures is not None else "shared cores"
-        raise RequestError(f"'{strategy}': {what} are simulated with a parameter server only")
-    simulation = _Simulation(strategy, cluster, updates, keep_spans)
-    simulation.go()
+    simulation = PeerSimulation(strategy, cluster, updates, keep_spans)
+    for _ in simulation.turns():
+        pass
     return simulation.result()
 
 
-class _Simulation:
+class PeerSimulation:
+    """One run. `begun`, `updated`, `received` and `averaged` are for who trains in it, and do nothing here."""
+
     def __init__(self, strategy: str, cluster: Cluster, updates: int, keep_spans: int) -> None:
+        if cluster.failures is not None or cluster.cores is not None:
+            what = "failures" if cluster.failures is not None else "shared cores"
+            raise RequestError(f"'{strategy}': {what} are simulated with a parameter server only")
         learners = range(cluster.learners)
         self.strategy, self.cluster, self.updates, self.keep_spans = strategy, cluster, updates, keep_spans
         self.rule = rule_of(strategy)
@@ -52,13 +56,29 @@ class _Simulation:
         self.meets_at = self.rule.average
         self.meeting: set[int] = set()  # who waits for the others, and then for the mean
         self.averages = False  # the mean is being taken
+        self.without_samples: set[int] = set()
         self.tally = Tally()
         self.spans: list[Span] = []
 
-    def go(self) -> None:
+    def begun(self, learner: int) -> bool:
+        """Whether there are samples for another minibatch."""
+        return True
+
+    def updated(self, learner: int, number: int, age: int) -> None:
+        """An update of a learner was made, and applied to its replica."""
+
+    def received(self, learner: int, source: int, number: int) -> None:
+        """An update of another was applied to a replica."""
+
+    def averaged(self) -> None:
+        """The mean of all replicas was taken."""
+
+    def turns(self) -> Iterator[None]:
+        """Event by event."""
         for learner in range(self.cluster.learners):
             self._begin(learner)
-        while self.made < self.updates:
+        while self.made < self.updates and self.heap:
+            yield
             self.now, order, kind, one, other = heapq.heappop(self.heap)
             self.events += 1
             if kind == _FINISH:
@@ -73,11 +93,15 @@ class _Simulation:
                 if self.seen[other] is None:
                     self._go_on(other)
             else:
+                self.averaged()
                 self.meeting.clear()
                 self.averages = False
                 self.meets_at = self.peers[0].version + self.rule.average
-                for learner in range(self.cluster.learners):
+                for learner in set(range(self.cluster.learners)) - self.without_samples:
                     self._begin(learner)
+                if self.without_samples and len(self.without_samples) < self.cluster.learners:
+                    for learner in sorted(self.without_samples):
+                        self._go_on(learner)
 
     def _plan(self, at_s: float, kind: int, one: int, other: int, message: tuple[int, Seen] | None = None) -> None:
         order = next(self.order)
@@ -87,6 +111,9 @@ class _Simulation:
 
     def _begin(self, learner: int) -> None:
         self._close(learner, "wait")
+        if not self.begun(learner):
+            self.without_samples.add(learner)
+            return
         self.seen[learner] = dict(self.peers[learner].applied)
         self._plan(self.now + self.draws.take(learner), _FINISH, learner, learner)
 
@@ -101,6 +128,7 @@ class _Simulation:
         self.made += 1
         self.tally.applied += 1
         self.tally.samples += self.samples[learner]
+        self.updated(learner, peer.applied[learner], age)
         if self.rule.sends:
             self.tally.staleness[age] += 1
             for other in peer.confirmed:
@@ -115,13 +143,16 @@ class _Simulation:
         while self.inbox[learner]:
             source, number, seen = self.inbox[learner].popleft()
             self.tally.staleness[self.peers[learner].receive(source, number, seen)] += 1
+            self.received(learner, source, number)
             self._plan(self.now + latency_s, _CONFIRM, learner, source, (number, {}))
 
     def _go_on(self, learner: int) -> None:
         """A learner that computes nothing: apply what has come, then begin, wait, or meet."""
         self._apply(learner)
         peer = self.peers[learner]
-        if self.rule.sends and peer.version >= self.meets_at:
+        if learner in self.without_samples and not self.rule.sends:
+            return
+        if self.rule.sends and (peer.version >= self.meets_at or learner in self.without_samples):
             self.meeting.add(learner)
             made = {one: self.peers[one].applied[one] for one in peer.applied}
             everybody = len(self.meeting) == len(self.peers) and not self.averages
@@ -130,6 +161,8 @@ class _Simulation:
                 self._plan(self.now + self._mean_s(), _MET, 0, 0)
         elif peer.may_begin and learner not in self.meeting:
             self._begin(learner)
+            if learner in self.without_samples:
+                self._go_on(learner)
 
     def _send(self, source: int, target: int, number: int, seen: Seen) -> None:
         wires = self.cluster.wires
