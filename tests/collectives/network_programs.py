@@ -21,9 +21,10 @@ from offbeat.collectives.process_group import OffbeatGroup
 from offbeat.errors import OffbeatError
 from offbeat.network.streams import HEADER_BYTES, pieces_of
 from offbeat.network.tcp_info import read_counts
-from offbeat.schedules import Schedule, price
+from offbeat.schedules import Schedule, build, price
 from offbeat.schedules.algorithms import algorithms
 from offbeat.schedules.ir import chunk_sizes
+from offbeat.spec import parse
 from offbeat.topology import Link, Topology, edge_name
 
 DTYPES = (
@@ -97,7 +98,9 @@ def check_bytes(rank: int, ranks: int, items: int) -> None:
     dist.all_reduce(torch.ones(items))
     after, now = group.stats(), on_sockets(group)
     group.monitored_barrier(still)
-    schedule = group._choice.of(4 * items).schedule
+    row = algorithms().get(parse(after.strategy).name)  # `auto` is none
+    gathers = row is not None and row.gathers
+    schedule = build(after.strategy, ranks=ranks) if gathers else group._choice.of(4 * items).schedule
     cost, headers = sent_by_price(schedule, items), frames(schedule, items)
     for peer in sockets:
         told = after.strategy, items, peer
