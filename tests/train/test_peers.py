@@ -45,12 +45,12 @@ def test_one_learner_alone_is_plain_training(sync: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("more", ["", ",average=5", ",window=1", ",codec=int8", ",codec=power-sgd:2"])
 def test_every_sample_is_applied_once_and_replicas_become_one(more: str, tmp_path: Path) -> None:
-    outcome = trained(tmp_path, learners=3, sync=ASYNC + more, train={"epochs": 4})
+    outcome = trained(tmp_path, learners=3, sync=ASYNC + more, train={"epochs": 4, "lr": 0.02})
     last = outcome.metrics[-1]
     assert last["samples"] == 4 * 96 and not last["dropped"]
     assert last["update"] == outcome.end["updates"] == 4 * -(-96 // 4)
     assert last["staleness"] is not None and 0 <= last["consensus"]["mean"] <= last["consensus"]["most"]
-    assert last["sent_bytes"] and last["loss"] < outcome.metrics[0]["start_loss"]
+    assert last["sent_bytes"] and last["train_loss"] < outcome.metrics[0]["train_loss"]
 
 
 def test_with_a_window_of_one_staleness_is_bounded(tmp_path: Path) -> None:
