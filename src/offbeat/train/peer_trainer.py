@@ -398,7 +398,7 @@ class PeerTrainer(ReducedTrainer):
         return part
 
     def traffic(self) -> Traffic:
-        """Updates, and means by the fewest bytes that an all-reduce can send."""
+        """Updates; the means, which are few, are not counted."""
         before = self._traffic_of_groups
         if self._exchange is None:
             return before
