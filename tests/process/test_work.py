@@ -173,6 +173,29 @@ def until_it_listens(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
             return done
 
 
+def test_an_attached_host_takes_the_key_from_its_input_and_leaves_when_that_is_closed(folder: Path) -> None:
+    words = [*OFFBEAT, "work", "--join", "127.0.0.1:7000", "--learners", "1", "--attached", "--key", "-"]
+    slowly = ("--slow", "constant:0.02", "--train.epochs", "2000", "--join-within", "1s")
+    with listening(folder, *slowly, "--key", str(folder / "key")) as run:
+        assert run.stdout is not None
+        while "learners" not in run.stdout.readline():  # it listens, and has begun to print
+            pass
+        pipe = subprocess.PIPE
+        with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT) as host:
+            assert host.stdin is not None and host.stdout is not None
+            host.stdin.write((folder / "key").read_bytes())
+            host.stdin.flush()
+            assert b"joined" in host.stdout.readline()
+            host.stdin.close()
+            left = host.stdout.read().decode()
+            assert host.wait(LIMIT_S) == 0 and "1 learner of this host left the run in order" in left
+            assert "the run has ended" not in left  # it left before that
+        assert run.poll() is None  # which goes on
+        run.send_signal(signal.SIGINT)
+        run.stdout.read()
+        assert run.wait(LIMIT_S) == 130
+
+
 def test_the_example_of_the_command_works_and_another_key_is_refused(folder: Path) -> None:
     (example,) = COMMAND.examples
     with listening(folder, "--train.epochs", "1", "--key", str(folder / "key")) as run:

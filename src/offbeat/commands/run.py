@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.commands.base import Command, Terminal, answer, check_writable, facts, line_printer, option, say
+from offbeat.commands.network_options import HOST_OPTIONS, OtherHosts, count_all, count_remote, open_hosts, use_network
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.number_format import format_seconds, percent
 from offbeat.policies.damping import CORRECT, KEEP
@@ -20,6 +21,8 @@ from offbeat.runs.untrusted import LARGEST_JSON
 from offbeat.spec import count_of, parse_count
 from offbeat.strategy import ALL_REDUCE, NATIVE, family_of
 
+DEFAULT_LEARNERS = 2
+
 
 def _run(given: argparse.Namespace) -> None:
     if not Path(given.script).is_file():
@@ -28,8 +31,13 @@ def _run(given: argparse.Namespace) -> None:
         raise RequestError(f"{given.script} is larger than {LARGEST_JSON >> 20} MiB: expected a Python script")
     from offbeat.processes.slowness import parse
 
-    check_processes(learners=given.learners, servers=given.servers)
-    parse(given.slow, given.learners)
+    use_network(given)
+    remote = count_remote(given, given.sync)
+    asked = given.learners
+    learners: int = asked or DEFAULT_LEARNERS if remote is None else count_all(given, remote, asked, 1)
+    check_processes(learners=learners, servers=given.servers)
+    parse(given.slow, learners)
+    elsewhere = None if remote is None else open_hosts(given, remote, (given.script, *given.words))
     with os.fdopen(os.memfd_create("offbeat-joined"), "rb") as joined:  # nothing is left behind
         environment = {
             **os.environ,
@@ -40,19 +48,20 @@ def _run(given: argparse.Namespace) -> None:
             "OFFBEAT_JOINED": f"/proc/{os.getpid()}/fd/{joined.fileno()}",
         }
         reduces = family_of(given.sync) == ALL_REDUCE
-        with (_ranks if reduces else _supervisor)(given, environment) as launcher:
+        made = _ranks(given, learners, environment) if reduces else _supervisor(given, learners, environment, elsewhere)
+        with made as launcher:
             launcher.start()
             said = launcher.watch()
         has_joined = bool(joined.read(1))
-    summary = {"strategy": given.sync, "learners": given.learners} if reduces or not said else {}
+    summary = {"strategy": given.sync, "learners": learners} if reduces or not said else {}
     summary |= json.loads(said) if said else {}
     summary["exits"] = {str(learner): code for learner, code in sorted(launcher.exits.items())}
     summary["restarts"] = launcher.recoveries
-    answer(given, summary, lambda out: _show(out, given, summary))
+    answer(given, summary, lambda out: _show(out, given, learners, summary))
     failed = {learner: code for learner, code in launcher.exits.items() if code}
     if not failed and not has_joined:
         raise RequestError(
-            f"run: {Path(given.script).name} never called offbeat.join(), so its {given.learners} copies trained "
+            f"run: {Path(given.script).name} never called offbeat.join(), so its {learners} copies trained "
             "independently"
         )
     if not reduces and (said is None or summary.get("unfinished")):
@@ -63,16 +72,20 @@ def _run(given: argparse.Namespace) -> None:
         raise kind(f"run: {count_of(len(failed), 'learner')} failed: {names}")
 
 
-def _supervisor(given: argparse.Namespace, environment: Mapping[str, str]) -> Launcher:
+def _supervisor(
+    given: argparse.Namespace, learners: int, environment: Mapping[str, str], elsewhere: OtherHosts | None
+) -> Launcher:
+    from offbeat.server.remote.joining_script import script_places
     from offbeat.server.run_setting import RunSetting
     from offbeat.server.supervisor import ServerPlan, Supervisor
 
     setting = RunSetting(
         line=given.sync,
-        learners=given.learners,
+        learners=learners,
         shards=given.servers,
         again=given.cancelled == "again",
         corrects=given.staleness == CORRECT,
+        leaders=0 if elsewhere is None else learners - elsewhere.remote,
     )
     log = None if given.log is None else given.log.absolute()
     if log is not None:
@@ -86,12 +99,22 @@ def _supervisor(given: argparse.Namespace, environment: Mapping[str, str]) -> La
         environment=environment,
         seed=given.seed,
         log=log,
-        facts={"learners": given.learners, "servers": given.servers, "script": Path(given.script).name},
+        facts={"learners": learners, "servers": given.servers, "script": Path(given.script).name},
+        remote=None
+        if elsewhere is None
+        else script_places(
+            elsewhere.listener,
+            first=learners - elsewhere.remote,
+            script=Path(given.script).name,
+            slow=given.slow,
+            threads=given.threads,
+            programs=elsewhere.programs,
+        ),
     )
-    return Supervisor(plan, _printer(given))
+    return Supervisor(plan, _printer(given, learners))
 
 
-def _ranks(given: argparse.Namespace, environment: Mapping[str, str]) -> Launcher:
+def _ranks(given: argparse.Namespace, learners: int, environment: Mapping[str, str]) -> Launcher:
     if given.log is not None or given.servers != 1 or given.cancelled != "again":
         raise RequestError(
             f"'{given.sync}' is an all-reduce; --log, --servers and --cancelled need a parameter-server strategy"
@@ -100,19 +123,19 @@ def _ranks(given: argparse.Namespace, environment: Mapping[str, str]) -> Launche
     if given.sync != NATIVE and "OFFBEAT_REPLACE" not in os.environ:
         own["OFFBEAT_REPLACE"] = "gloo,nccl"  # programs that ask for these themselves run by the line all the same
     plan = LaunchPlan(command=_command(given), environment={**environment, **own})
-    return RankLauncher(plan, given.learners, _printer(given))
+    return RankLauncher(plan, learners, _printer(given, learners))
 
 
 def _command(given: argparse.Namespace) -> list[str]:
     return [sys.executable, "-u", str(Path(given.script).absolute()), *given.words]
 
 
-def _printer(given: argparse.Namespace) -> Callable[[str, str], None]:
+def _printer(given: argparse.Namespace, learners: int) -> Callable[[str, str], None]:
     """What learners print, each line with who it is from; on standard error if the result is to be JSON."""
-    return line_printer(len(f"learner {given.learners - 1}"), to_stderr=given.json)
+    return line_printer(len(f"learner {learners - 1}"), to_stderr=given.json)
 
 
-def _show(out: Terminal, given: argparse.Namespace, summary: dict[str, Any]) -> None:
+def _show(out: Terminal, given: argparse.Namespace, learners: int, summary: dict[str, Any]) -> None:
     if not {"pushes", "wait_share"} & summary.keys():  # nobody has come so far as to say more
         return
     rows = _server_facts(summary) if "pushes" in summary else _reduced_facts(summary)
@@ -121,7 +144,7 @@ def _show(out: Terminal, given: argparse.Namespace, summary: dict[str, Any]) -> 
         rows.append(("traffic", f"learners {told}"))
     out.print()
     servers = f", {count_of(given.servers, 'server')}" if "pushes" in summary else ""
-    say(out, f"{summary['strategy']}, {count_of(given.learners, 'learner')}{servers}", style="bold")
+    say(out, f"{summary['strategy']}, {count_of(learners, 'learner')}{servers}", style="bold")
     facts(out, rows)
     if summary.get("warning"):
         say(out, f"warning: {summary['warning']}", style="bold yellow")
@@ -174,7 +197,13 @@ fails with an error is not restarted; the others continue.""",
         option("script", help="Python file to run, once per learner"),
         option("words", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of the script"),
         option("--sync", default="async", metavar="STRATEGY", help="synchronisation strategy (default async)"),
-        option("--learners", read=parse_count, default=2, metavar="P", help="number of learners (default 2)"),
+        option(
+            "--learners",
+            read=parse_count,
+            default=0,
+            metavar="P",
+            help=f"number of learners on all hosts (default {DEFAULT_LEARNERS}; with other hosts, theirs and 1 here)",
+        ),
         option(
             "--servers",
             read=parse_count,
@@ -209,6 +238,7 @@ fails with an error is not restarted; the others continue.""",
             help="stale gradients: take shorter steps (default), or keep the full step",
         ),
         option("--threads", read=parse_count, default=1, metavar="N", help="torch threads per learner (default 1)"),
+        *HOST_OPTIONS,
     ),
     run=_run,
 )

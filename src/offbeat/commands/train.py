@@ -9,12 +9,11 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from offbeat.commands.base import Command, option, print_json
-from offbeat.commands.network_options import NETWORK_OPTIONS, use_network
+from offbeat.commands.network_options import HOST_OPTIONS, count_all, count_remote, open_hosts, use_network
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.processes.torchrun_rank import torchrun_rank
 from offbeat.runs.run_folder import RunDir
-from offbeat.spec import parse_count, parse_seconds
-from offbeat.strategy import ALL_REDUCE, family_of
+from offbeat.spec import parse_seconds
 from offbeat.train.arguments import SECTIONS, given
 from offbeat.train.config import Config
 from offbeat.train.config_files import changed, override, read_config, read_recipe
@@ -30,15 +29,16 @@ def _run(words: argparse.Namespace) -> None:
     me = torchrun_rank()  # this is one of the learners, and nobody has started it from here
     use_network(words)
     # Of a run that is resumed, only the first rank has the folder.
-    config = _with_places(_config(words), words) if me is None else None
-    if me is not None and words.listen is not None:
-        raise RequestError("--listen does not work under torchrun; start `offbeat train` without it")
+    config = _config(words) if me is None else None
+    remote = None if config is None else count_remote(words, config.sync)
+    if me is not None and (words.listen is not None or words.hosts is not None):
+        raise RequestError("--listen and --hosts do not work under torchrun; start `offbeat train` without it")
     if config.train.memory if config is not None else "train.memory" in given(words):
         # torch looks at it when it is loaded: large pages, for blocks that are mapped again and again
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     from offbeat.commands.report import write_report
     from offbeat.commands.view import view_for
-    from offbeat.train.launch import launch, prepare
+    from offbeat.train.launch import launch, learners_here, prepare
     from offbeat.train.torchrun_learner import learn
 
     shown = sys.stderr if words.json else sys.stdout
@@ -51,9 +51,12 @@ def _run(words: argparse.Namespace) -> None:
         finally:
             view.close(leaving=not leads)
     else:
-        from offbeat.train.remote_learner import open_places, open_port
+        from offbeat.train.remote_learner import open_places
 
-        listener = None if words.listen is None else open_port(words.listen)
+        if remote is not None:
+            default = 0 if config.learners else learners_here(config)
+            config = changed(config, {"learners": count_all(words, remote, config.learners, default)})
+        elsewhere = None if remote is None else open_hosts(words, remote)
         with redirect_stdout(out):  # what modules of one's own print when they are loaded
             start = prepare(
                 config,
@@ -61,8 +64,10 @@ def _run(words: argparse.Namespace) -> None:
                 resume=words.resume,
                 tell=lambda line: print(f"offbeat: {line}", file=sys.stderr),
             )
-        if listener is not None:
-            start = open_places(start, listener, words.remote, words.join_within)
+        if elsewhere is not None:
+            start = open_places(
+                start, elsewhere.listener, elsewhere.remote, words.join_within, programs=elsewhere.programs
+            )
         config = start.config
         view = view_for(out, live=out.isatty(), quiet=words.quiet)
         try:
@@ -78,26 +83,6 @@ def _run(words: argparse.Namespace) -> None:
         raise OffbeatError(result.failed)
     if result.signal:
         raise SystemExit(128 + result.signal)
-
-
-def _with_places(config: Config, words: argparse.Namespace) -> Config:
-    """Some of the learners may join from other hosts; at least one is here, which evaluates and saves."""
-    if (words.listen is None) != (words.remote is None):
-        raise RequestError("--listen and --remote belong together: where to listen, and how many learners may join")
-    if words.listen is None:
-        return config
-    if family_of(config.sync) == ALL_REDUCE:
-        raise RequestError(f"--listen: learners cannot join '{config.sync}'; choose a parameter-server strategy")
-    if not config.learners:
-        from offbeat.train.launch import learners_here
-
-        return changed(config, {"learners": learners_here(config) + words.remote})
-    if words.remote >= config.learners:
-        raise RequestError(
-            f"--remote {words.remote}: at least one of the {config.learners} learners must be on this host, since it "
-            f"evaluates and saves; use --learners {words.remote + 1} or more"
-        )
-    return config
 
 
 def _config(words: argparse.Namespace) -> Config:
@@ -136,23 +121,12 @@ learners; with an all-reduce they may be on several hosts (docs/several-hosts.md
         option("--quiet", action="store_true", help="print only errors and the final summary"),
         option("--report", action="store_true", help="write report.html into the run's folder at the end"),
         option(
-            "--listen",
-            metavar="ADDRESS:PORT",
-            help="let learners on other hosts join here, with `offbeat work`; parameter-server strategies only",
-        ),
-        option(
-            "--remote",
-            read=parse_count,
-            metavar="N",
-            help="how many of the learners join from other hosts (needs --listen)",
-        ),
-        option(
             "--join-within",
             read=parse_seconds,
             metavar="TIME",
             help="begin with whoever has joined after this time, such as 30s (default: wait for all)",
         ),
-        *NETWORK_OPTIONS,
+        *HOST_OPTIONS,
     ),
     sections=SECTIONS,
     run=_run,

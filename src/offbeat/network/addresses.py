@@ -59,6 +59,24 @@ def own_address(store_port: int | None, environment: Mapping[str, str] | None = 
     return _described(address, names[0] if names else "")
 
 
+def address_towards(host: str) -> str:
+    """This host's address towards another one: that of OFFBEAT_INTERFACE, or what the kernel's routes say. Nothing is
+    sent.
+    """
+    if os.environ.get(INTERFACE):
+        return own_address(None).address
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as one:
+            one.connect(place)
+            return str(one.getsockname()[0])
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not a host name"
+        raise RequestError(
+            f"cannot find the address by which '{host}' reaches this host ({why}); give --listen ADDRESS:PORT"
+        ) from None
+
+
 def addresses_that_reached(port: int) -> list[str]:
     """The local addresses of this process's connections to that port, wherever it is."""
     own = set()

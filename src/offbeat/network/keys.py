@@ -29,6 +29,7 @@ _MOST_BYTES = 16 * 1024  # of a key file
 _INFO = b"offbeat key of a run, version 1"
 _NAME = "offbeat run"
 _FIRST_YEAR, _LAST_YEAR = 2000, 9999  # it is valid as long as somebody keeps it: no clock decides who may connect
+_END = b"-----END CERTIFICATE-----\n"
 _BLOCK = re.compile(rb"-----BEGIN ([A-Z ]+)-----\s+([A-Za-z0-9+/=\s]+?)-----END \1-----")
 
 
@@ -104,6 +105,26 @@ def write(path: Path) -> RunKey:
             path.unlink()
         raise OffbeatError(f"cannot write '{path}': {error.strerror}") from None
     return key
+
+
+def kept_in_memory(key: RunKey) -> Path:
+    """A file that only this user can open, and that is gone when this process ends; for `OFFBEAT_KEY`."""
+    file = os.memfd_create("offbeat-key")
+    os.fchmod(file, 0o600)
+    os.write(file, key.pem)
+    return Path(f"/proc/{os.getpid()}/fd/{file}")
+
+
+def read_from(descriptor: int) -> RunKey:
+    """The key that another process writes there, which may keep it open."""
+    complaint = "--key -: standard input did not begin with a key of `offbeat keys`"
+    text = b""
+    while _END not in text:
+        piece = os.read(descriptor, _MOST_BYTES)
+        text += piece
+        if not piece or len(text) > _MOST_BYTES:
+            raise RequestError(complaint)
+    return _parse(text, complaint)
 
 
 def read(path: Path) -> RunKey:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from offbeat.errors import PeerError, RequestError
+from offbeat.network import keys
 from offbeat.network.connections import (
     GREETING_S,
     MOST_GREETING,
@@ -106,6 +107,13 @@ def listen(place: Place, what: str) -> socket.socket:
         one.close()
         raise RequestError(f"{what}: cannot listen on {format_place(place)}: {error.strerror}") from None
     return one
+
+
+def open_port(address: str, what: str) -> socket.socket:
+    """Listen at `ADDRESS:PORT`. `RequestError` where that cannot be, or must not be without a key."""
+    place = parse_place(address, what)
+    check_trust(place, keys.key_of(), is_open=keys.is_open(), what=what)
+    return listen(place, what)
 
 
 def format_place(place: Place) -> str:

@@ -164,15 +164,16 @@ def spawn(
     *,
     pass_fds: Sequence[int] = (),
     is_read: bool = True,
+    stdin: int = subprocess.DEVNULL,
 ) -> ChildProcess:
-    """A program whose output is read here, or by nobody."""
+    """A program whose output is read here, or by nobody. `stdin` is a descriptor that it reads."""
     if not is_read:
         null = subprocess.DEVNULL
         process = start_program(words, environment, stdout=null, stderr=null, pass_fds=pass_fds)
         process.returncode = 0
         return ChildProcess(name, process.pid)
     reader, writer = os.pipe()
-    process = start_program(words, environment, stdout=writer, stderr=writer, pass_fds=pass_fds)
+    process = start_program(words, environment, stdin=stdin, stdout=writer, stderr=writer, pass_fds=pass_fds)
     process.returncode = 0  # it is waited for by its descriptor
     os.close(writer)
     return ChildProcess(name, process.pid, reader)

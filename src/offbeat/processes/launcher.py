@@ -2,7 +2,8 @@
 
 Laws: every line that a learner prints is passed on, with who printed it. After `close` no process is left. A learner
 that was killed is started again as often as the plan says, in each `RESTARTS_S`; one that fails stays away, and so does
-one that was asked to end.
+one that was asked to end. Programs for other hosts (`start_host`) are started once: they end by themselves when the run
+does, or when their standard input is closed.
 
 A `RankLauncher` is for the ranks of a process group, which find each other through a file in memory.
 """
@@ -25,11 +26,13 @@ from typing import Any, Self
 
 from offbeat.errors import RequestError
 from offbeat.processes.child import ChildProcess, RestartLimit, describe_exit, fork, spawn
+from offbeat.processes.ssh_hosts import HostProgram
 
 POLL_S = 0.2
 RESTARTS_S = 600.0  # in which a learner is started again so often as the plan says
 MOST_PROCESSES = 256  # of one kind that one machine is asked for: learners, servers, readers of all learners
 GRACE_S = 3.0  # for learners to end when they are asked to
+HOST_GRACE_S = 2 * GRACE_S  # for other hosts, whose learners have as long
 SELF = "offbeat"  # who says what the launcher itself has to say
 MOST_SUMMARY_BYTES = 1 << 20  # that ranks leave
 
@@ -76,6 +79,9 @@ class Launcher:
         self._selector = selectors.DefaultSelector()
         self._closing = self._ending = False
         self._given_up: set[int] = set()  # learners that are not started again
+        self.hosts: dict[str, ChildProcess] = {}  # what was started for other hosts, and has not ended
+        self._inputs: dict[str, int] = {}  # their standard inputs
+        self._last_lines: dict[str, str] = {}  # that they printed
 
     def __enter__(self) -> Self:
         return self
@@ -109,6 +115,33 @@ class Launcher:
         self._watch(child.output, lambda: self._relay(child))
         self._add(child, lambda code: self._learner_ended(learner, code))
 
+    def start_host(self, program: HostProgram) -> None:
+        """Start a program that brings the learners of another host; its standard input stays open."""
+        reader, writer = os.pipe()
+        try:
+            child = spawn(program.name, program.words, os.environ, stdin=reader)
+        except OSError as error:
+            os.close(writer)
+            raise RequestError(f"cannot start '{program.words[0]}': {error.strerror}") from None
+        finally:
+            os.close(reader)
+        self.hosts[program.name], self._inputs[program.name] = child, writer
+        self._watch(child.output, lambda: self._relay(child))
+        self._add(child, lambda code: self._host_ended(program.name, code))
+        with contextlib.suppress(BrokenPipeError):  # that it has ended is seen in a moment
+            os.write(writer, program.given)  # a key: less than a pipe holds
+
+    def _host_ended(self, name: str, code: int) -> None:
+        del self.hosts[name]
+        self._close_input(name)
+        if code and not self._closing:
+            self.on_line(SELF, f"{name} ended ({describe_exit(code)}); the run goes on without its learners")
+
+    def _close_input(self, name: str) -> None:
+        """Of a host: its learners leave then."""
+        if name in self._inputs:
+            os.close(self._inputs.pop(name))
+
     # --- watching ---------------------------------------------------------------------------------------------------
 
     def _add(self, child: ChildProcess, on_exit: Callable[[int], None]) -> None:
@@ -135,7 +168,11 @@ class Launcher:
         while self.learners:
             self.poll()
             on_poll()
-        return self.finish()
+        said = self.finish()
+        end = time.monotonic() + GRACE_S
+        while self.hosts and time.monotonic() < end:  # they hear of the end by themselves
+            self.poll()
+        return said
 
     def _relay(self, child: ChildProcess, *, last: bool = False) -> None:
         """Pass on what it has printed."""
@@ -144,6 +181,8 @@ class Launcher:
             self._unwatch(child.output)
             child.close_output()
         for line in lines:
+            if child.name in self.hosts and line.strip():
+                self._last_lines[child.name] = line.strip()
             self.on_line(child.name, line)
 
     def _ended(self, child: ChildProcess, on_exit: Callable[[int], None]) -> None:
@@ -199,8 +238,12 @@ class Launcher:
         for child in self.learners.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGTERM)
-        end = time.monotonic() + GRACE_S
-        while self.learners and time.monotonic() < end:
+        for name in self.hosts:
+            self._close_input(name)
+        start = time.monotonic()
+        while (self.learners and time.monotonic() < start + GRACE_S) or (
+            self.hosts and time.monotonic() < start + HOST_GRACE_S
+        ):
             self.poll()
         for child in self._children:
             child.kill()

@@ -35,7 +35,7 @@ from offbeat.collectives import memory
 from offbeat.errors import OffbeatError
 from offbeat.network import keys
 from offbeat.network.connections import Place
-from offbeat.network.port import check_trust, format_place, listen, parse_place
+from offbeat.network.port import format_place, open_port
 from offbeat.processes.child import ChildProcess, RestartLimit, Stopwatch, describe_exit, die_with_parent, fork
 from offbeat.processes.launcher import SELF, Launcher, LaunchPlan
 from offbeat.server import handshake
@@ -103,6 +103,8 @@ class Supervisor(Launcher):
         self._start_coordinator()
         self._start_gateway()
         super().start()
+        for program in () if self.plan.remote is None else self.plan.remote.programs:
+            self.start_host(program)
 
     def _start_coordinator(self) -> None:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -269,7 +271,22 @@ class Supervisor(Launcher):
         if learner not in self.exits:
             return
         self._send("ended", number=learner)
-        if self.begin_by_s is None and self.coordinator is not None:  # a run that has not begun does without this one
+        self._begin_without()
+
+    def _host_ended(self, name: str, code: int) -> None:
+        """One that failed before all learners had joined is a mistake at the start; after that, the run does without
+        it.
+        """
+        if code and not self._closing and len(self.pids) < self.plan.setting.learners:
+            self.kill_learners()  # they wait for those that do not come
+            why = self._last_lines.get(name, "").removeprefix("offbeat: ") or "it printed nothing"
+            raise OffbeatError(f"{name} did not start its learners ({describe_exit(code)}): {why}")
+        super()._host_ended(name, code)
+        self._begin_without()
+
+    def _begin_without(self) -> None:
+        """Not all learners will come: a run that has not begun begins with those that are there."""
+        if self.begin_by_s is None and self.coordinator is not None:
             self.begin_by_s = time.monotonic() - self.start_s
             self._send("begin", at_s=self.begin_by_s)
 
@@ -333,9 +350,7 @@ def main(words: list[str]) -> int:
 
 def _places_at(address: str) -> RemotePlan:
     """All learners may come from other hosts."""
-    place, key = parse_place(address, "listen"), keys.key_of()
-    check_trust(place, key, is_open=keys.is_open(), what="listen")
-    return RemotePlan(listener=listen(place, "listen"), key=key, first=0)
+    return RemotePlan(listener=open_port(address, "listen"), key=keys.key_of(), first=0)
 
 
 def _serve(supervisor: Supervisor) -> None:

@@ -17,7 +17,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,15 +31,15 @@ from torch import Tensor
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.machine import available_bytes
 from offbeat.network import keys
-from offbeat.network.connections import Place
-from offbeat.network.port import check_trust, format_place, listen, parse_place, raw_of
-from offbeat.processes.launcher import Launcher, LaunchPlan, thread_environment
-from offbeat.processes.signals import SignalHandler, terminable
+from offbeat.network.port import check_trust, format_place, parse_place, raw_of
+from offbeat.processes.launcher import LaunchPlan, thread_environment
+from offbeat.processes.signals import SignalHandler
+from offbeat.processes.ssh_hosts import HostProgram
 from offbeat.runs.run_folder import RunDir
 from offbeat.server.handshake import PlaceTakenError
 from offbeat.server.learner.connection import RunOverError
-from offbeat.server.remote.gateway import Entered, NoPlaceError, RemotePlan, enter, receive_files
-from offbeat.server.remote.remote_road import SCHEME
+from offbeat.server.remote.gateway import NoPlaceError, RemotePlan, enter, receive_files
+from offbeat.server.remote.joining_host import JoinedHost, run_learners
 from offbeat.server.supervisor import MOST_RESTARTS
 from offbeat.server.wire import EnterPause
 from offbeat.train.checkpoint import Checkpoint
@@ -60,14 +60,13 @@ _LEARNER = "learner-{}"
 # --- the host of the run ----------------------------------------------------------------------------------------------
 
 
-def open_port(address: str) -> socket.socket:
-    """Listen there, before anything else is done. `RequestError` where that cannot be, or must not be without a key."""
-    place = parse_place(address, "--listen")
-    check_trust(place, keys.key_of(), is_open=keys.is_open(), what="--listen")
-    return listen(place, "--listen")
-
-
-def open_places(start: Start, listener: socket.socket, remote: int, join_s: float | None) -> Start:
+def open_places(
+    start: Start,
+    listener: socket.socket,
+    remote: int,
+    join_s: float | None,
+    programs: Sequence[HostProgram] = (),
+) -> Start:
     """Places for so many learners from other hosts, and what these are told."""
     checkpoint, run = start.checkpoint, start.run
     saved_at = None if checkpoint is None else _SavedAt(checkpoint.update, checkpoint.state)
@@ -86,6 +85,7 @@ def open_places(start: Start, listener: socket.socket, remote: int, join_s: floa
         told=msgspec.json.encode(told),
         files=files,
         hand_in=run.hand_in,
+        programs=programs,
     )
     return replace(start, remote=plan, join_s=join_s)
 
@@ -109,12 +109,9 @@ class _Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JoinedRun:
+class JoinedRun(JoinedHost):
     """What a run has told this host, and what its learners need."""
 
-    place: Place
-    host: bytes
-    entered: Entered
     config: Config
     task: Task
     checkpoint: Checkpoint | None
@@ -135,7 +132,10 @@ def enter_run(address: str, learners: int | None) -> JoinedRun:
         most = _STATE_SPARE_BYTES + (available_bytes() or 0) // 2
         files = receive_files(one, entered.sizes, most)
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        raise PeerError(f"{format_place(place)} is not a run of `offbeat train`, or of another version") from None
+        raise PeerError(
+            f"{format_place(place)} is not a run of `offbeat train`, or of another version; to join `offbeat run`, "
+            "name its script too"
+        ) from None
     finally:
         raw_of(one).close()
     check_device(config.device)
@@ -186,50 +186,15 @@ class RemoteTrainer(ServedTrainer):
         return False
 
 
-class _HostLauncher(Launcher):
-    """The learners of this host, at the places that the run has given them."""
-
-    def __init__(self, run: JoinedRun, plan: LaunchPlan, on_line: Callable[[str, str], None]) -> None:
-        super().__init__(plan, len(run.entered.places), on_line)
-        self._run = run
-
-    def name_of(self, learner: int) -> str:
-        return f"learner {self._run.entered.places[learner]}"
-
-    def environment_of(self, learner: int) -> dict[str, str]:
-        entered = self._run.entered
-        return {
-            "OFFBEAT_ADDRESS": f"{SCHEME}{format_place(self._run.place)}",
-            "OFFBEAT_TOKEN": self._run.host.hex(),
-            "OFFBEAT_SYNC": entered.line,
-            "OFFBEAT_LEARNER": str(entered.places[learner]),
-            "OFFBEAT_LEARNERS": str(entered.learners),
-        }
-
-
-def join_training(run: JoinedRun, on_line: Callable[[str, str], None]) -> dict[int, int]:
-    """Be learners of a run until it ends; their exit codes, by place. A signal lets them leave: others compute what
-    they had begun. A second one ends them at once.
-    """
-    with tempfile.TemporaryDirectory(prefix="offbeat-work-") as folder, terminable(noted=1) as signals:
+def join_training(run: JoinedRun, on_line: Callable[[str, str], None], *, attached: bool = False) -> dict[int, int]:
+    """Be learners of a run until it ends; their exit codes, by place. See `server.remote.joining_host`."""
+    with tempfile.TemporaryDirectory(prefix="offbeat-work-") as folder:
         plan = LaunchPlan(
             body=lambda learner: _learn(run, run.entered.places[learner], Path(folder)),
             environment={**os.environ, **thread_environment(run.config.train.threads)},
             restarts=MOST_RESTARTS,
         )
-        told = False
-
-        def check() -> None:
-            nonlocal told
-            if signals.received and not told:
-                told = True
-                launcher.ask_to_end()
-
-        with _HostLauncher(run, plan, on_line) as launcher:
-            launcher.start()
-            launcher.watch(check)
-        exits = {run.entered.places[learner]: code for learner, code in launcher.exits.items()}
-        return {place: 0 if told and code in (143, 130, -15) else code for place, code in sorted(exits.items())}
+        return run_learners(run, plan, on_line, attached=attached)
 
 
 def _learn(run: JoinedRun, number: int, folder: Path) -> int:

@@ -29,6 +29,7 @@ from offbeat.network.keys import RunKey
 from offbeat.network.port import Guest, Port, dial, raw_of, receive_all, send_all
 from offbeat.network.streams import ClosedError
 from offbeat.processes.child import ChildProcess, fork
+from offbeat.processes.ssh_hosts import HostProgram
 from offbeat.server import handshake
 from offbeat.server.remote.frames import (
     GREETING_BYTES,
@@ -68,6 +69,7 @@ class RemotePlan:
     told: bytes = b""  # to a host that joins
     files: Mapping[int, bytes] = field(default_factory=dict)  # what a learner had when the run was saved
     hand_in: Callable[[int, int, bytes], None] = lambda pause, learner, part: None
+    programs: Sequence[HostProgram] = ()  # that bring them, and are started with the run
 
 
 class Entered(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="entered"):
