@@ -64,7 +64,7 @@ def test_a_learner_whose_place_was_taken_asks_until_it_has_another(
         monkeypatch.setenv(name, "before")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        assert remote_learner._learn(joined(), 1, tmp_path) == 0
+        assert remote_learner._learn(joined(), 1, tmp_path, lambda update: None) == 0
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

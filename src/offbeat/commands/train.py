@@ -52,7 +52,11 @@ def _run(words: argparse.Namespace) -> None:
             view.close(leaving=not leads)
     else:
         from offbeat.train.remote_learner import open_places
+        from offbeat.train.succession import parse_successors
 
+        if words.successors and words.listen is None:
+            raise RequestError("--successors needs --listen: hosts that ssh has started end with this one")
+        successors = () if words.successors is None else parse_successors(words.successors)
         if remote is not None:
             default = 0 if config.learners else learners_here(config)
             config = changed(config, {"learners": count_all(words, remote, config.learners, default)})
@@ -66,7 +70,12 @@ def _run(words: argparse.Namespace) -> None:
             )
         if elsewhere is not None:
             start = open_places(
-                start, elsewhere.listener, elsewhere.remote, words.join_within, programs=elsewhere.programs
+                start,
+                elsewhere.listener,
+                elsewhere.remote,
+                words.join_within,
+                programs=elsewhere.programs,
+                successors=successors,
             )
         config = start.config
         view = view_for(out, live=out.isatty(), quiet=words.quiet)
@@ -125,6 +134,13 @@ learners; with an all-reduce they may be on several hosts (docs/several-hosts.md
             read=parse_seconds,
             metavar="TIME",
             help="begin with whoever has joined after this time, such as 30s (default: wait for all)",
+        ),
+        option(
+            "--successors",
+            metavar="ADDRESS:PORT,...",
+            help="if this host is lost, the first of these that has joined with `offbeat work` continues the run from "
+            "the newest checkpoint, and the others join it (needs --listen)",
+            group="network",
         ),
         *HOST_OPTIONS,
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,10 +37,16 @@ def _run(given: argparse.Namespace) -> None:
 
 def _join_training(given: argparse.Namespace) -> tuple[JoinedHost, dict[int, int]]:
     from offbeat.train.remote_learner import check_places, describe, enter_run, join_training
+    from offbeat.train.succession import go_on
 
     run = enter_run(given.join, given.learners)
     printer = _printer(given, run, describe(run), check_places(run, given.learners))
-    return run, join_training(run, printer, attached=given.attached)
+    exits, lost = join_training(run, printer, attached=given.attached, run_dir=given.run_dir)
+    if lost is not None:
+        line, words = go_on(lost)
+        printer("offbeat", line)
+        os.execv(sys.executable, [sys.executable, "-m", "offbeat", *words])
+    return run, exits
 
 
 def _join_script(given: argparse.Namespace) -> tuple[JoinedHost, dict[int, int]]:
@@ -80,6 +87,12 @@ machine that was killed, or whose link was cut, may join again at any time.""",
             read=parse_count,
             metavar="N",
             help="number of learners here (default: one per GPU, or per core up to 4; 1 of a script)",
+        ),
+        option(
+            "--run-dir",
+            read=Path,
+            metavar="FOLDER",
+            help="where a successor of the run's host keeps its newest checkpoint (default runs/NAME-TIME)",
         ),
         option(
             "--attached",

@@ -108,8 +108,10 @@ def write(path: Path) -> RunKey:
 
 
 def kept_in_memory(key: RunKey) -> Path:
-    """A file that only this user can open, and that is gone when this process ends; for `OFFBEAT_KEY`."""
-    file = os.memfd_create("offbeat-key")
+    """A file that only this user can open, and that is gone when this process ends; for `OFFBEAT_KEY`. A program that
+    takes the place of this one has it too.
+    """
+    file = os.memfd_create("offbeat-key", 0)
     os.fchmod(file, 0o600)
     os.write(file, key.pem)
     return Path(f"/proc/{os.getpid()}/fd/{file}")

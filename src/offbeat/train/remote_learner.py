@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,10 +33,10 @@ from offbeat.errors import OffbeatError, PeerError
 from offbeat.machine import available_bytes
 from offbeat.network import keys
 from offbeat.network.port import check_trust, format_place, parse_place, raw_of
-from offbeat.processes.launcher import LaunchPlan, thread_environment
+from offbeat.processes.launcher import SELF, LaunchPlan, thread_environment
 from offbeat.processes.signals import SignalHandler
 from offbeat.processes.ssh_hosts import HostProgram
-from offbeat.runs.run_folder import RunDir
+from offbeat.runs.run_folder import TIME_STAMP, RunDir, new_run_dir
 from offbeat.server.handshake import PlaceTakenError
 from offbeat.server.learner.connection import RunOverError
 from offbeat.server.remote.gateway import NoPlaceError, RemotePlan, enter, receive_files
@@ -48,6 +49,7 @@ from offbeat.train.config_files import as_json, changed, from_json
 from offbeat.train.launch import Start, check_device, learners_here
 from offbeat.train.recompute import recomputing
 from offbeat.train.served_trainer import ServedTrainer
+from offbeat.train.succession import LostRun, SeenUpdates, following, own_index
 from offbeat.train.tasks import Task, task_of
 from offbeat.train.torchrun_learner import check_code
 
@@ -66,11 +68,12 @@ def open_places(
     remote: int,
     join_s: float | None,
     programs: Sequence[HostProgram] = (),
+    successors: Sequence[str] = (),
 ) -> Start:
     """Places for so many learners from other hosts, and what these are told."""
     checkpoint, run = start.checkpoint, start.run
     saved_at = None if checkpoint is None else _SavedAt(checkpoint.update, checkpoint.state)
-    told = _Told(json.loads(as_json(start.config)), start.segment, saved_at)
+    told = _Told(json.loads(as_json(start.config)), start.segment, saved_at, tuple(successors))
     first = start.config.learners - remote
     saved = {} if checkpoint is None else checkpoint.files
     files = {
@@ -86,6 +89,7 @@ def open_places(
         files=files,
         hand_in=run.hand_in,
         programs=programs,
+        folder=run.path.absolute(),
     )
     return replace(start, remote=plan, join_s=join_s)
 
@@ -103,6 +107,7 @@ class _Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     config: dict[str, Any]
     segment: Annotated[int, msgspec.Meta(ge=0)]
     checkpoint: _SavedAt | None
+    successors: tuple[str, ...] = ()
 
 
 # --- a host that joins ------------------------------------------------------------------------------------------------
@@ -116,6 +121,7 @@ class JoinedRun(JoinedHost):
     task: Task
     checkpoint: Checkpoint | None
     segment: int
+    successors: tuple[str, ...] = ()  # hosts that continue the run, in order
 
 
 def enter_run(address: str, learners: int | None) -> JoinedRun:
@@ -159,6 +165,7 @@ def enter_run(address: str, learners: int | None) -> JoinedRun:
         task=task,
         checkpoint=checkpoint,
         segment=told.segment,
+        successors=told.successors,
     )
 
 
@@ -186,19 +193,54 @@ class RemoteTrainer(ServedTrainer):
         return False
 
 
-def join_training(run: JoinedRun, on_line: Callable[[str, str], None], *, attached: bool = False) -> dict[int, int]:
-    """Be learners of a run until it ends; their exit codes, by place. See `server.remote.joining_host`."""
-    with tempfile.TemporaryDirectory(prefix="offbeat-work-") as folder:
+def join_training(
+    run: JoinedRun, on_line: Callable[[str, str], None], *, attached: bool = False, run_dir: Path | None = None
+) -> tuple[dict[int, int], LostRun | None]:
+    """Be learners of a run until it ends; their exit codes, by place. See `server.remote.joining_host`.
+
+    Where the run has successors and its host is lost, what is known of it; a successor keeps copies in `run_dir`.
+    """
+    seen = SeenUpdates(len(run.entered.places))
+    mine = None if attached else own_index(run.successors)
+    copies = None
+    if mine is not None:
+        copies = new_run_dir(run.config.name, run_dir, time.strftime(TIME_STAMP)).absolute()
+        on_line(SELF, f"successor {mine + 1} of the run's host: keeps its newest checkpoint in {copies}")
+    with ExitStack() as opened:
+        folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="offbeat-work-"))
         plan = LaunchPlan(
-            body=lambda learner: _learn(run, run.entered.places[learner], Path(folder)),
+            body=lambda learner: _learn(
+                run, run.entered.places[learner], Path(folder), lambda update: seen.note(learner, update)
+            ),
             environment={**os.environ, **thread_environment(run.config.train.threads)},
             restarts=MOST_RESTARTS,
         )
-        return run_learners(run, plan, on_line, attached=attached)
+        if attached or not run.successors:
+            return run_learners(run, plan, on_line, attached=attached), None
+        follower = opened.enter_context(following(run.place, copies))
+        exits = run_learners(run, plan, on_line, is_lost=follower.is_lost)
+        if not any(exits.values()) or not follower.wait_for_loss():
+            return exits, None
+    lost = LostRun(
+        successors=run.successors,
+        mine=mine,
+        learners=run.entered.learners,
+        here=len(exits),
+        seen=seen.newest(),
+        folder=copies,
+    )
+    return exits, lost
 
 
-def _learn(run: JoinedRun, number: int, folder: Path) -> int:
-    """One learner, in a process of its own; its exit code."""
+def _learn(run: JoinedRun, number: int, folder: Path, on_update: Callable[[int], None]) -> int:
+    """One learner, in a process of its own; its exit code. `on_update` is told the newest update that it has seen."""
+
+    def report(record: Mapping[str, Any]) -> None:
+        if record["kind"] == "note":
+            print(record["text"], flush=True)
+        elif record["kind"] == "progress":
+            on_update(record["version"])
+
     SignalHandler().install()  # one unwinds, so that the learner says goodbye
     seen = 0
     while True:
@@ -209,7 +251,7 @@ def _learn(run: JoinedRun, number: int, folder: Path) -> int:
                 RunDir(folder),
                 number=number,
                 learners=run.entered.learners,
-                report=_report,
+                report=report,
                 checkpoint=run.checkpoint,
                 segment=run.segment,
             )
@@ -231,11 +273,6 @@ def _learn(run: JoinedRun, number: int, folder: Path) -> int:
             return error.exit_code
         print(f"the run has ended; computed {seen} samples", flush=True)
         return 0
-
-
-def _report(record: Mapping[str, Any]) -> None:
-    if record["kind"] == "note":
-        print(record["text"], flush=True)
 
 
 def _enter_again(run: JoinedRun) -> int | None:

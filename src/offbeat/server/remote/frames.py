@@ -48,6 +48,7 @@ class Channel(IntEnum):
     UP_DATA = 2
     DOWN_CONTROL = 3
     DOWN_DATA = 4
+    FOLLOW = 5  # a host that hears whether the run is there, and is sent checkpoints; not one of a learner's four
 
 
 LEARNER_CHANNELS = (Channel.UP_CONTROL, Channel.UP_DATA, Channel.DOWN_CONTROL, Channel.DOWN_DATA)
@@ -156,7 +157,7 @@ class Greeting(NamedTuple):
     """What whoever connects says first: what the connection is for, of which learner, for which host and session."""
 
     channel: Channel
-    learner: int  # its number; to ENTER: how many
+    learner: int  # its number; to ENTER: how many; to FOLLOW: 1 if checkpoints are wanted
     host: bytes  # 16 bytes that name the process that asked for places
     session: bytes  # 16 bytes that the four connections of a learner have in common
 

@@ -20,6 +20,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
@@ -31,6 +32,7 @@ from offbeat.network.streams import ClosedError
 from offbeat.processes.child import ChildProcess, fork
 from offbeat.processes.ssh_hosts import HostProgram
 from offbeat.server import handshake
+from offbeat.server.remote.checkpoint_copies import serve_copies
 from offbeat.server.remote.frames import (
     GREETING_BYTES,
     LEARNER_CHANNELS,
@@ -70,6 +72,7 @@ class RemotePlan:
     files: Mapping[int, bytes] = field(default_factory=dict)  # what a learner had when the run was saved
     hand_in: Callable[[int, int, bytes], None] = lambda pause, learner, part: None
     programs: Sequence[HostProgram] = ()  # that bring them, and are started with the run
+    folder: Path | None = None  # of the run, whose checkpoints other hosts may have
 
 
 class Entered(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="entered"):
@@ -181,6 +184,10 @@ class Gateway:
         if greeting.channel is Channel.ENTER:
             self._enter(guest, greeting, now_s)
             return
+        if greeting.channel is Channel.FOLLOW:
+            folder = self.plan.folder if greeting.learner else None
+            self._answer(guest, lambda: serve_copies(guest.connection, folder))
+            return
         if len(self._sessions) >= MOST_SESSIONS:
             oldest = next(iter(self._sessions))
             self._forget(oldest, self._sessions[oldest][1])
@@ -218,15 +225,23 @@ class Gateway:
         )
 
         def send() -> None:
-            with contextlib.suppress(OSError):
-                raw_of(guest.connection).settimeout(ENTER_S)
-                send_all(guest.connection, [_sized(_encode(answer)), *files])
+            raw_of(guest.connection).settimeout(ENTER_S)
+            send_all(guest.connection, [_sized(_encode(answer)), *files])
 
-        name = f"answer to {guest.address}"
-        self._answers.append(fork(name, send, keep={raw_of(guest.connection).fileno()}, captured=False))
-        raw_of(guest.connection).close()
+        self._answer(guest, send)
         if places:
             self.tell(f"{guest.address} joins with {count_of(len(places), 'learner')}: {', '.join(map(str, places))}")
+
+    def _answer(self, guest: Guest, send: Callable[[], None]) -> None:
+        """In a process of its own."""
+
+        def body() -> None:
+            with contextlib.suppress(OSError):
+                send()
+
+        name = f"answer to {guest.address}"
+        self._answers.append(fork(name, body, keep={raw_of(guest.connection).fileno()}, captured=False))
+        raw_of(guest.connection).close()
 
     # --- learners ---------------------------------------------------------------------------------------------------
 

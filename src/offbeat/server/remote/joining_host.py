@@ -53,9 +53,14 @@ class _HostLauncher(Launcher):
 
 
 def run_learners(
-    joined: JoinedHost, plan: LaunchPlan, on_line: Callable[[str, str], None], *, attached: bool = False
+    joined: JoinedHost,
+    plan: LaunchPlan,
+    on_line: Callable[[str, str], None],
+    *,
+    attached: bool = False,
+    is_lost: Callable[[], bool] = lambda: False,
 ) -> dict[int, int]:
-    """Be learners of a run until it ends; their exit codes, by place."""
+    """Be learners of a run until it ends, or is lost; their exit codes, by place."""
     told, leaving, is_open = False, Stopwatch(), True
     with terminable(noted=1) as signals, _HostLauncher(joined, plan, on_line) as launcher:
 
@@ -67,6 +72,9 @@ def run_learners(
                 launcher.ask_to_end()
             if leaving.seconds(not is_open) > GRACE_S:
                 launcher.kill_learners()
+            if is_lost():
+                for learner in tuple(launcher.learners):
+                    launcher.give_up(learner)
 
         launcher.start()
         launcher.watch(check)

@@ -1,0 +1,158 @@
+"""Copies of a run's newest checkpoint on hosts that can continue the run, and the sign that the run's host is there.
+
+    the run's host:  serve_copies   sends the newest checkpoint when there is a new one, and a sign of life in between
+    another host:    follow_run     keeps the copy in a folder that `offbeat train --resume` takes; returns when the
+                                    run's host is lost
+
+Laws: a copy gets its name when all of its files are on disk, and an older one goes after that; what it holds is checked
+when it is loaded. A host is lost when it has not been heard of, by connections that are tried again and again, for
+`LOST_S`. Names of files are of one pattern, and nothing received sizes an allocation: files are written in pieces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import time
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from offbeat.errors import PeerError
+from offbeat.network.connections import AnyConnection, Place
+from offbeat.network.keys import RunKey
+from offbeat.network.port import dial, raw_of, receive_all, send_all
+from offbeat.network.streams import ClosedError
+from offbeat.runs.disk import remove, sync_folder
+from offbeat.runs.run_folder import RunDir
+from offbeat.server.remote.frames import PIECE_BYTES, Channel, Greeting
+
+LOST_S = 20.0
+BEAT_S = 1.0
+MOST_LIST_BYTES = 1 << 20
+_SIZE_BYTES = 4
+_WHOLE = re.compile(r"update-[0-9]{8,18}")
+_UNDER_WAY = ".copy"
+
+
+class CopiedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$")]
+    size: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class CheckpointCopy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A checkpoint: its name, the run's configuration, and the files that follow."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^update-[0-9]{8,18}$")]
+    config: str
+    files: tuple[CopiedFile, ...]
+
+
+_decode = msgspec.json.Decoder(CheckpointCopy).decode
+
+
+# --- the run's host ---------------------------------------------------------------------------------------------------
+
+
+def serve_copies(one: AnyConnection, folder: Path | None) -> None:
+    """Until the other side has gone. Without a folder there are only signs of life."""
+    raw_of(one).settimeout(LOST_S)
+    sent = ""
+    while True:
+        name = "" if folder is None else newest_copy(folder)
+        if folder is not None and name not in ("", sent):
+            with contextlib.suppress(FileNotFoundError):  # a newer one has taken its place meanwhile
+                _send(one, RunDir(folder), name)
+                sent = name
+                continue
+        send_all(one, [bytes(_SIZE_BYTES)])
+        time.sleep(BEAT_S)
+
+
+def _send(one: AnyConnection, run: RunDir, name: str) -> None:
+    with contextlib.ExitStack() as opened:
+        paths = sorted((run.checkpoints / name).iterdir())
+        files = [opened.enter_context(path.open("rb")) for path in paths]  # they stay while they are sent
+        sizes = [os.fstat(file.fileno()).st_size for file in files]
+        copied = tuple(CopiedFile(path.name, size) for path, size in zip(paths, sizes, strict=True))
+        head = msgspec.json.encode(CheckpointCopy(name=name, config=run.read_config(), files=copied))
+        send_all(one, [len(head).to_bytes(_SIZE_BYTES, "little"), head])
+        for file in files:
+            while piece := file.read(PIECE_BYTES):
+                send_all(one, [piece])
+
+
+def newest_copy(folder: Path) -> str:
+    """The name of the newest checkpoint in a run's folder; "" where there is none."""
+    try:
+        names = [path.name for path in RunDir(folder).checkpoints.iterdir() if _WHOLE.fullmatch(path.name)]
+    except OSError:
+        return ""
+    return max(names, key=lambda name: int(name.removeprefix("update-")), default="")
+
+
+# --- another host -----------------------------------------------------------------------------------------------------
+
+
+def follow_run(place: Place, key: RunKey | None, folder: Path | None) -> None:
+    """Keep a copy of the newest checkpoint in `folder`, if there is one; returns when the run's host is lost."""
+    heard_s = time.monotonic()
+    while time.monotonic() - heard_s < LOST_S:
+        with contextlib.suppress(PeerError, ClosedError, OSError):
+            host, session = secrets.token_bytes(16), secrets.token_bytes(16)
+            greeting = Greeting(Channel.FOLLOW, int(folder is not None), host, session)
+            one = dial(place, key, greeting.pack(), LOST_S / 3)
+            with raw_of(one):
+                raw_of(one).settimeout(LOST_S)
+                while True:
+                    copy = _receive_list(one)
+                    heard_s = time.monotonic()
+                    if copy is not None:
+                        _receive_files(one, copy, folder)
+                        heard_s = time.monotonic()
+        time.sleep(BEAT_S)
+
+
+def _receive_list(one: AnyConnection) -> CheckpointCopy | None:
+    room = memoryview(bytearray(MOST_LIST_BYTES))
+    receive_all(one, room[:_SIZE_BYTES])
+    size = int.from_bytes(room[:_SIZE_BYTES], "little")
+    if size > MOST_LIST_BYTES:
+        raise PeerError(f"a list of {size} bytes exceeds the limit of {MOST_LIST_BYTES}")
+    if not size:
+        return None
+    receive_all(one, room[:size])
+    try:
+        return _decode(room[:size])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise PeerError("the list of a checkpoint cannot be read") from None
+
+
+def _receive_files(one: AnyConnection, copy: CheckpointCopy, folder: Path | None) -> None:
+    """Into a folder beside, which then gets the checkpoint's name."""
+    if folder is None:
+        raise PeerError("a checkpoint that this host did not ask for")
+    run = RunDir(folder)
+    run.checkpoints.mkdir(parents=True, exist_ok=True)
+    beside, final = run.checkpoints / _UNDER_WAY, run.checkpoints / copy.name
+    remove(beside)
+    beside.mkdir()
+    room = memoryview(bytearray(PIECE_BYTES))
+    for file in copy.files:
+        with (beside / file.name).open("xb") as out:
+            for start in range(0, file.size, PIECE_BYTES):
+                piece = room[: min(PIECE_BYTES, file.size - start)]
+                receive_all(one, piece)
+                out.write(piece)
+            out.flush()
+            os.fsync(out.fileno())
+    run.write_config(copy.config)
+    remove(final)
+    beside.rename(final)
+    sync_folder(run.checkpoints)
+    for path in tuple(run.checkpoints.iterdir()):
+        if _WHOLE.fullmatch(path.name) and path != final:
+            remove(path)

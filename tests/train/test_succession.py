@@ -1,0 +1,153 @@
+"""The host of a run is lost, and another one continues it from the newest checkpoint that was copied to it."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lab.fixture import StartLab, wait_for
+from offbeat.errors import OffbeatError, PeerError, RequestError
+from offbeat.network import keys
+from offbeat.network.connections import AnyConnection, Place
+from offbeat.network.port import Port, listen, raw_of
+from offbeat.runs.run_folder import RunDir
+from offbeat.server.remote import checkpoint_copies
+from offbeat.server.remote.checkpoint_copies import follow_run, newest_copy, serve_copies
+from offbeat.server.remote.frames import GREETING_BYTES, Channel, unpack_greeting
+from offbeat.train import succession
+from offbeat.train.succession import LostRun, SeenUpdates, go_on, own_index, parse_successors
+from process.test_work import LIMIT_S, OFFBEAT, PORT, SAMPLES
+
+
+def save(folder: Path, update: int, content: bytes) -> None:
+    made = RunDir(folder).checkpoints / f"update-{update:08d}"
+    made.mkdir(parents=True)
+    (made / "weights.safetensors").write_bytes(content)
+
+
+def test_copies_follow_the_newest_checkpoint_until_the_host_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_copies, "LOST_S", 2.0)
+    monkeypatch.setattr(checkpoint_copies, "BEAT_S", 0.05)
+    there, here = tmp_path / "there", tmp_path / "here"
+    there.mkdir()
+    RunDir(there).write_config('{"name": "x"}')
+    save(there, 9, b"a" * 700_000)
+    with listen(Place("127.0.0.1", 0), "test") as listener:
+        place = Place(*listener.getsockname())
+        follower = threading.Thread(target=follow_run, args=(place, None, here), daemon=True)
+        follower.start()
+        port = Port(listener, None, GREETING_BYTES)
+        while not (guests := port.poll(5.0)):
+            pass
+        greeting = unpack_greeting(guests[0].greeting)
+        assert (greeting.channel, greeting.learner) == (Channel.FOLLOW, 1)
+        server = threading.Thread(target=_serve, args=(guests[0].connection, there), daemon=True)
+        server.start()
+        _wait_for_copy(here, "update-00000009")
+        save(there, 10, b"b")
+        _wait_for_copy(here, "update-00000010")
+        port.close()
+    assert (here / "checkpoints/update-00000010/weights.safetensors").read_bytes() == b"b"
+    assert RunDir(here).read_config() == '{"name": "x"}'
+    raw_of(guests[0].connection).shutdown(socket.SHUT_RDWR)
+    follower.join(LIMIT_S)
+    assert not follower.is_alive()
+    server.join(LIMIT_S)
+    raw_of(guests[0].connection).close()
+    assert [path.name for path in (here / "checkpoints").iterdir()] == ["update-00000010"]  # older ones are removed
+
+
+def _serve(one: AnyConnection, folder: Path) -> None:
+    try:
+        serve_copies(one, folder)
+    except OSError:
+        return
+
+
+def _wait_for_copy(folder: Path, name: str) -> None:
+    end_s = time.monotonic() + 30
+    while newest_copy(folder) != name:
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def lost(folder: Path | None, mine: int | None, seen: int = 14) -> LostRun:
+    successors = ("127.0.0.1:7001", "127.0.0.1:7002", "127.0.0.1:7003")
+    return LostRun(successors=successors, mine=mine, learners=4, here=2, seen=seen, folder=folder)
+
+
+def test_a_successor_waits_for_those_before_it_and_says_what_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(succession, "WAIT_S", 0.1)
+    save(tmp_path, 12, b"")
+    told, words = go_on(lost(tmp_path, 1))  # nobody listens at the first
+    assert "continues the run from update 12" in told and "updates lost: at least 2" in told
+    assert words[words.index("--listen") + 1] == "127.0.0.1:7002"
+    assert words[words.index("--remote") + 1] == "2" and words[words.index("--successors") + 1] == "127.0.0.1:7003"
+    with socket.create_server(("127.0.0.1", 7001)):
+        told, words = go_on(lost(tmp_path, 1))
+    assert words == ["work", "--join", "127.0.0.1:7001", "--learners", "2", "--run-dir", f"{tmp_path}-next"]
+    with pytest.raises(OffbeatError, match="no checkpoint had been copied to this host"):
+        go_on(lost(tmp_path / "empty", 0))
+    with pytest.raises(PeerError, match="none of its successors listens"):
+        go_on(lost(None, None))
+
+
+def test_a_host_finds_its_own_address_in_the_list() -> None:
+    assert own_index(("192.0.2.1:7000", "127.0.0.1:7000")) == 1
+    assert own_index(("192.0.2.1:7000",)) is None
+    assert parse_successors("127.0.0.1:1, 127.0.0.2:2") == ("127.0.0.1:1", "127.0.0.2:2")
+    with pytest.raises(RequestError, match="named twice"):
+        parse_successors("127.0.0.1:1,127.0.0.1:1")
+
+
+def test_the_newest_update_of_all_learners_counts() -> None:
+    seen = SeenUpdates(2)
+    seen.note(1, 7)
+    seen.note(0, 3)
+    assert seen.newest() == 7
+
+
+def test_successors_without_a_port_are_refused() -> None:
+    words = [*OFFBEAT, "train", "--sync", "async", "--successors", "10.0.0.2:7000", "--hosts", "alice:1"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "--successors needs --listen" in done.stderr
+
+
+def test_the_run_goes_on_when_its_host_is_killed(start_lab: StartLab, tmp_path: Path) -> None:
+    lab = start_lab(hosts=3, bandwidth="300Mbit/s")
+    keys.write(tmp_path / "key")
+    at = [f"{lab.network.address(host)}:{PORT}" for host in range(3)]
+    own = ["train", "--sync", "async", "--learners", "3", "--remote", "2", "--slow", "constant:0.05"]
+    own += ["--train.epochs", "12", "--save.every-updates", "20", "--successors", ",".join(at[1:])]
+    run = lab.start(
+        0, [*OFFBEAT, *own, "--listen", at[0], "--key", str(tmp_path / "key"), "--run-dir", str(tmp_path / "r")]
+    )
+    join = [*OFFBEAT, "work", "--join", at[0], "--key", str(tmp_path / "key"), "--learners", "1", "--run-dir"]
+    again = 'n=0; until "$@"; do n=$((n+1)); [ $n -lt 100 ] || exit 1; sleep 0.1; done'
+    hosts = [lab.start(host, ["sh", "-c", again, "sh", *join, str(tmp_path / f"copy{host}")]) for host in (1, 2)]
+    wait_for(run, "epoch  2/12", LIMIT_S)
+    end_s = time.monotonic() + 30
+    while not newest_copy(tmp_path / "copy1"):
+        assert time.monotonic() < end_s, hosts[0].output
+        time.sleep(0.05)
+    lab.kill(0)
+    for host in hosts:
+        assert host.wait(LIMIT_S) == 0, hosts[0].output + hosts[1].output
+    said = re.search(r"continues the run from update \d+ .*; updates lost: at least \d+", hosts[0].output)
+    assert said is not None, hosts[0].output
+    assert "joins the run again at 10.0.0.2:7000" in hosts[1].output, hosts[1].output
+    metrics = [json.loads(line) for line in (tmp_path / "copy1/metrics.jsonl").read_text().splitlines()]
+    assert metrics[-1]["epoch"] == 12 and metrics[-1]["accuracy"] > 0.9
+    assert metrics[-1]["samples"] == 12 * SAMPLES  # each sample of each epoch, in the history that goes on
+    assert "accuracy" in hosts[0].output
