@@ -42,7 +42,7 @@ def test_worlds_pause_and_some_go_on_from_what_was_saved() -> None:
 
 
 def test_every_fault_happens() -> None:
-    missing = set(world.FAULTS)
+    missing = set(world.FAULTS) | set(world.NETWORK_FAULTS)
     for seed in range(48):
         missing -= World(seed).run().faults.keys()
         if not missing:

@@ -1,10 +1,11 @@
 """A simulated world around the parameter server's own machines: learners, servers, a coordinator, and what goes wrong.
 
 Everything follows from a seed: the line, the sizes, which faults there are and when. Messages between any two are lost,
-doubled, delayed and overtaken; learners and servers are killed and stopped anywhere; the coordinator is killed and
-brought back from its last snapshot and its journal since, which must be what its whole journal gives. The outsider
-(`oracle`) looks at every event. Every message passes the gate, and what is honest is never refused there. After a while
-faults end, and then every run must come to its end.
+doubled, delayed and overtaken; lines are cut, both ways or one way, connections break with all that is on its way, and
+are half-open until a heartbeat is missed; learners and servers are killed and stopped anywhere; the coordinator is
+killed and brought back from its last snapshot and its journal since, which must be what its whole journal gives. The
+outsider (`oracle`) looks at every event. Every message passes the gate, and what is honest is never refused there.
+After a while faults end, and then every run must come to its end.
 
 In some worlds all pause now and then, and in some of these a pause is the last one, and another world goes on from what
 was saved there.
@@ -93,6 +94,13 @@ FAULTS: dict[str, tuple[float, ...]] = {
     "coordinator dies": (0, 0, 0.003, 0.02),
     "line is cut": (0, 0, 0.02, 0.1),
 }
+# Of the line to a learner on another host. They are drawn apart from the others.
+NETWORK_FAULTS: dict[str, tuple[float, ...]] = {
+    "cut one way": (0, 0, 0.05, 0.2),  # what is sent that way vanishes; the other way is open
+    "half-open": (0, 0, 0.05, 0.2),  # both ways, until the coordinator misses heartbeats
+    "connection breaks": (0, 0, 0.05, 0.2),  # and with it all that is on its way
+}
+REMOTE = 0.5  # of the worlds have them
 SNAPSHOTS = (0.0, 0.02, 0.2, 1.0)  # chances, at each message
 PAUSING = 0.3  # of the worlds have pauses
 OWN_BUFFERS = 0.3  # of worlds: each learner reads a buffer of its own, and does not say when it has
@@ -180,6 +188,11 @@ class World:
         )
         calm = rng.random() < 0.1
         self.chances = {name: 0.0 if calm else rng.choice(chances) for name, chances in FAULTS.items()}
+        self.network = random.Random(f"network of {seed}")
+        near = calm or self.network.random() >= REMOTE
+        self.chances |= {
+            name: 0.0 if near else self.network.choice(chances) for name, chances in NETWORK_FAULTS.items()
+        }
         self.samples = rng.choice((0, rng.randint(7, 20), rng.randint(7, 20)))  # of an epoch; 0: no leases
         self.epochs, self.batch = rng.randint(2, 3), rng.randint(1, 3)
         self.prefetch, self.give_back = rng.choice((0, 0.5)), rng.choice((0, 0.1))
@@ -201,7 +214,8 @@ class World:
         self.slots = [[[0.0] * WIDTH for _ in range(shards)] for _ in range(self.setting.slots)]
         self.cancel_words = [(0, 0)] * learners
         self.fence_words = [0] * learners
-        self.cut_until = [0.0] * learners
+        self.cut_until = {"up": [0.0] * learners, "down": [0.0] * learners}  # what learners send, and what they hear
+        self.connections = [0] * learners  # of each, how many have broken
         self.oracle: Oracle = Oracle(self.setting, self.initial_of(0, 0))
         if after is not None:
             self.oracle.goes_on_from(after.oracle)
@@ -239,7 +253,8 @@ class World:
 
     def happens(self, fault: str) -> bool:
         chance = self.chances[fault]
-        if chance and self.now < self.quiet_from_s and self.rng.random() < chance:
+        rng = self.network if fault in NETWORK_FAULTS else self.rng
+        if chance and self.now < self.quiet_from_s and rng.random() < chance:
             self.story.faults[fault] += 1
             return True
         return False
@@ -299,9 +314,10 @@ class World:
 
     def to_coordinator(self, message: Message, sender: Learner | None) -> None:
         told = decode_input(encode(message))
+        connection = 0 if sender is None else self.connections[sender.learner]
 
         def arrive() -> None:
-            if sender is None or not (sender.cut or self.now < self.cut_until[sender.learner]):
+            if sender is None or (not sender.cut and self._is_open("up", sender.learner, connection)):
                 self._check_gate(told, sender)
                 self._handle(told)
 
@@ -324,12 +340,17 @@ class World:
         elif isinstance(message, ShardJob):
             self._carry(lambda: self.servers[message.shard].hear(message))
         elif isinstance(message, TO_LEARNER):
-            self._carry(lambda: self._to_learner(message.learner, message))
+            connection = self.connections[message.learner]
+            self._carry(lambda: self._to_learner(message.learner, message, connection))
 
-    def _to_learner(self, learner: int, message: Message) -> None:
+    def _to_learner(self, learner: int, message: Message, connection: int) -> None:
         process = self.places[learner].process
-        if not process.dead and self.now >= self.cut_until[learner]:
+        if not process.dead and self._is_open("down", learner, connection):
             process.hear(decode_output(encode(message)))
+
+    def _is_open(self, way: str, learner: int, connection: int) -> bool:
+        """Whether what was sent on this connection arrives."""
+        return self.now >= self.cut_until[way][learner] and connection == self.connections[learner]
 
     # --- the coordinator ----------------------------------------------------------------------------------------------
 
@@ -422,7 +443,29 @@ class World:
         if self.happens("taken for dead") and session.here:
             self._handle(Silent(learner, session.incarnation))
         if self.happens("line is cut"):
-            self.cut_until[learner] = self.now + self.rng.uniform(0.5, 10)
+            self._cut(learner, self.rng.uniform(0.5, 10), "up", "down")
+        self._break_lines()
+
+    def _cut(self, learner: int, length_s: float, *ways: str) -> None:
+        for way in ways:
+            self.cut_until[way][learner] = self.now + length_s
+
+    def _break_lines(self) -> None:
+        """What happens to the line of a learner on another host."""
+        network = self.network
+        learner, length_s = network.randrange(self.setting.learners), network.uniform(0.5, 20)
+        process, missed_s = self.places[learner].process, network.uniform(0.1, length_s)
+        if self.happens("cut one way"):
+            way = network.choice(("up", "down"))
+            self._cut(learner, length_s, way)
+            if way == "up" and network.random() < 0.5:  # heartbeats go that way too
+                self.after(missed_s, lambda: self._silent(process))
+        if self.happens("half-open"):
+            self._cut(learner, length_s, "up", "down")
+            self.after(missed_s, lambda: self._silent(process))
+        if self.happens("connection breaks"):
+            self.connections[learner] += 1
+            self.after(network.uniform(0.01, 3), lambda: self._silent(process))
 
     # --- processes ----------------------------------------------------------------------------------------------------
 
