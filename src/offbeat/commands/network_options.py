@@ -15,9 +15,6 @@ from offbeat import plugins
 from offbeat.commands.base import option, refuse
 from offbeat.errors import RequestError
 from offbeat.network import keys
-from offbeat.network.addresses import address_towards
-from offbeat.network.connections import Place
-from offbeat.network.port import format_place, open_port
 from offbeat.processes.ssh_hosts import (
     SSH,
     HostProgram,
@@ -146,6 +143,10 @@ def open_hosts(words: argparse.Namespace, remote: int, more: Sequence[str] = ())
 
     Where hosts are started from here and there is no key, one is made for this run.
     """
+    from offbeat.network.addresses import address_towards
+    from offbeat.network.connections import Place
+    from offbeat.network.port import format_place, open_port  # TLS: only for who opens a port
+
     if words.hosts is None:
         return OtherHosts(listener=open_port(words.listen, "--listen"), remote=remote)
     others = others_of(words.hosts)
