@@ -23,7 +23,11 @@ from train.runs import config_of, small_task
 
 def test_a_closed_terminal_saves_and_ends(tmp_path: Path) -> None:
     blow = Blow(point="reduced", count=5, learner=1, what=signal.SIGHUP, whom="supervisor")
-    ended = offbeat(tmp_path, *train_words("ring", 2), blow=blow)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
+    try:
+        ended = offbeat(tmp_path, *train_words("ring", 2), blow=blow)
+    finally:
+        signal.signal(signal.SIGHUP, before)
     assert (ended.code, ended.left) == (129, [])
     assert "note: asked to stop" in ended.out
     assert (tmp_path / "run" / "summary.txt").exists()

@@ -11,6 +11,7 @@ import os
 import re
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,12 @@ def with_key(folder: Path) -> dict[str, str]:
     return {"OFFBEAT_KEY": str(folder / "run.key")}
 
 
+def tracebacks(told: Sequence[str]) -> list[str]:
+    """Those of ours: torchrun's agents, which do not wait for each other when they end, log their own."""
+    lines = [line for text in told for line in text.splitlines() if "Traceback" in line]
+    return [line for line in lines if "torch/distributed/elastic" not in line]
+
+
 @pytest.mark.parametrize("sync", ["hierarchical", *(["ring", "halving-doubling", "native"] if MATRIX else [])])
 def test_two_hosts_train_as_one_process_on_the_union_batch(start_lab: StartLab, sync: str, tmp_path: Path) -> None:
     """Everything is written once, on the first host, and on its clock: that of host 1 is ahead. There is a key, but for
@@ -53,7 +60,7 @@ def test_two_hosts_train_as_one_process_on_the_union_batch(start_lab: StartLab, 
     options = {"train.epochs": 4, "train.scaling": "none", "train.lr": 0.1, "save.every-updates": 0}
     words = words_for(sync, **options, **{"model.name": "softmax"})
     told = finish(start(lab, tmp_path, words, given, before={1: ["unshare", "--time", "--monotonic", str(AHEAD_S)]}))
-    assert "Traceback" not in told[0] + told[1]
+    assert not tracebacks(told)
     assert len(re.findall(r"^accuracy ", told[0], re.MULTILINE)) == 1 and "accuracy" not in told[1]
     assert list(folder_of(tmp_path, 1).iterdir()) == []
     assert left_files(folder_of(tmp_path, 0)) == []
@@ -71,7 +78,7 @@ def test_three_hosts_send_their_updates_to_each_other(start_lab: StartLab, tmp_p
     lab = start_lab(hosts=3)
     options = {"train.epochs": 3, "save.every-updates": 0, "model.name": "softmax"}
     told = finish(start(lab, tmp_path, words_for("all-to-all:async", **options), with_key(tmp_path), ranks=1))
-    assert "Traceback" not in "".join(told)
+    assert not tracebacks(told)
     last = RunDir(folder_of(tmp_path, 0) / "run").read_metrics()[-1]
     assert last["samples"] == 3 * 1438 and not last["dropped"]
     assert last["consensus"]["mean"] > 0 and last["staleness"] > 0
