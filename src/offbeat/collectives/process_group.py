@@ -292,7 +292,7 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         if factor is not None:
             for tensor in call.give.values() if call.whole is None else [call.whole]:
                 tensor.mul_(factor)
-        if call.whole is None:
+        if call.whole is None and call.place is None:
             for chunk in self._written(call):
                 if chunk not in call.take:
                     call.take[chunk] = torch.empty(call.sizes[chunk], dtype=call.dtype)
