@@ -81,6 +81,6 @@ def test_every_update_reaches_every_replica() -> None:
         weights = torch.stack([own.current for own in replicas.owns])
         apart.append(float((weights - weights[0]).abs().max()))
 
-    replicas.average = averaged  # type: ignore[method-assign]
+    replicas.average = averaged  # type: ignore[method-assign] # looks at them instead
     trainer.fit()
     assert len(apart) == 1 and apart[0] < 1e-5

@@ -14,7 +14,7 @@ ASYNC = "all-to-all:async"
 
 
 def cluster(learners: int, law: str = "exp:1", **more: object) -> Cluster:
-    return Cluster(learners=learners, law=parse_law(law), **more)  # type: ignore[arg-type]
+    return Cluster(learners=learners, law=parse_law(law), **more)  # type: ignore[arg-type] # any of its fields
 
 
 @pytest.mark.parametrize("learners", [2, 4, 8])

@@ -118,7 +118,7 @@ class Gpus:
             with torch.cuda.device(device):
                 stream = self._streams.get(device)
                 if stream is None:
-                    stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                    stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's
                 ready.synchronize()
                 with torch.cuda.stream(stream):
                     job(patience)
