@@ -10,14 +10,13 @@ import argparse
 import importlib
 import os
 import re
-import shutil
 import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
 
 from offbeat import __version__, plugins
-from offbeat.commands.base import Command, option
+from offbeat.commands.base import Command, option, terminal_columns
 from offbeat.errors import OffbeatError, RequestError, nearest, unknown
 from offbeat.processes.signals import terminable
 
@@ -102,7 +101,7 @@ def _parse(name: str, command: Command, words: list[str]) -> argparse.Namespace:
         formatter_class=partial(
             argparse.RawDescriptionHelpFormatter,
             max_help_position=26,
-            width=min(110, shutil.get_terminal_size().columns),
+            width=min(110, terminal_columns()),
         ),
         allow_abbrev=False,
     )

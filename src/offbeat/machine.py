@@ -7,7 +7,6 @@ torch knows, the caller gives.
 from __future__ import annotations
 
 import os
-import platform
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ def machine_facts(*, torch: str | None = None, device: str | None = None, thread
 
     `torch` is its version, `threads` are those of one learner. What is not given is left out.
     """
+    import platform  # as slow to load as ten of our files
+
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     facts = {"cores": cores, "load": _load(), "processor": _processor(), "python": platform.python_version()}
     given = {"torch": torch, "device": device, "threads": threads}
@@ -31,6 +32,8 @@ def _load() -> float | None:
 
 
 def _processor() -> str:
+    import platform
+
     named = (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name"))
     return next(named, platform.machine())
 

@@ -12,12 +12,10 @@ none of them. This file knows nothing of policies and schedules.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
 import os
 import sys
-import traceback
 from collections.abc import Container, Iterable
 from pathlib import Path
 
@@ -104,6 +102,8 @@ def _is_file(name: str) -> bool:
 
 
 def _load_file(path: Path) -> None:
+    import hashlib  # only for who has plugins
+
     module_name = f"offbeat_plugin_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]}"
     if module_name in sys.modules:
         return
@@ -127,6 +127,8 @@ def _cause(error: BaseException) -> str:
         return text
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {text}"  # it names the line itself
+    import traceback  # only for what fails
+
     house = str(Path(__file__).parent)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(house)]
     frames = [frame for frame in frames if "importlib" not in frame.filename]

@@ -80,9 +80,10 @@ def family_of(line: str) -> str:
     if peer_row_of(line) is not None:
         return PEERS
     name = grammar.parse(line).name
-    if name not in strategies():
-        plugins.load_known()
     known = strategies()
+    if name not in known:
+        plugins.load_known()
+        known = strategies()
     if name not in known:
         raise unknown_strategy("strategy", name, known)
     return known[name].family

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shutil
+import os
 import sys
 import threading
 import time
@@ -88,6 +88,17 @@ def answer(given: argparse.Namespace, told: Any, show: Callable[[Terminal], None
         show(console())
 
 
+def terminal_columns() -> int:
+    """As shutil.get_terminal_size tells it, which would load every format of archives."""
+    told = os.environ.get("COLUMNS", "")
+    if told.isdecimal() and int(told) > 0:
+        return int(told)
+    try:
+        return os.get_terminal_size(sys.__stdout__.fileno()).columns or 80 if sys.__stdout__ else 80
+    except (OSError, ValueError):
+        return 80
+
+
 def console() -> Terminal:
     from rich.console import Console
 
@@ -96,7 +107,7 @@ def console() -> Terminal:
             raise
 
     # Into a file or a pipe there is no width to keep to: lines stay whole.
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 200
+    width = terminal_columns() if sys.stdout.isatty() else 200
     return Plain(width=width, highlight=False, emoji=False)
 
 

@@ -7,13 +7,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from offbeat.commands.base import option
 from offbeat.errors import RequestError
 from offbeat.machine import available_bytes
 from offbeat.policies.table import parse_share
-from offbeat.predict.calibration import Delays, machine_of, read_calibration
 from offbeat.predict.machines import Machines
 from offbeat.simulate.cluster import Cluster, check_memory
 from offbeat.simulate.compute import LAWS, Failures, SlowPeriods, parse_law
@@ -22,7 +21,16 @@ from offbeat.simulate.setup import Network
 from offbeat.spec import parse_count, parse_rate, parse_seconds, parse_size
 from offbeat.train.layout import layout_of
 
+if TYPE_CHECKING:
+    from offbeat.predict.calibration import Calibration
+
 _MOST_CONTENDED = 128  # learners: a ring of them takes some seconds
+
+
+def _calibration(text: str) -> Calibration:
+    from offbeat.predict.calibration import read_calibration  # only for who has one
+
+    return read_calibration(Path(text))
 
 
 class Learners(NamedTuple):
@@ -114,6 +122,8 @@ def _calibrated(given: argparse.Namespace, learners: int) -> Machines:
             "--speeds: with --calibration, give at most one speed per learner, each above 0 and at most 1 "
             "(0.5: half as fast)"
         )
+    from offbeat.predict.calibration import Delays, machine_of
+
     delays = Delays(given.compute, tuple(1 / speed for speed in speeds))
     cluster = machine_of(given.calibration, "async", learners, delays=delays, seed=given.seed).cluster
     if given.hosts > 1:
@@ -184,7 +194,7 @@ MACHINE_OPTIONS = (
         help=f"compute time of a minibatch: {', '.join(LAWS)} (default exp:1)",
     ),
     option(
-        "--calibration", read=lambda text: read_calibration(Path(text)), metavar="FILE",
+        "--calibration", read=_calibration, metavar="FILE",
         help="use a machine measured by offbeat calibrate; --compute and --speeds then add delays to it",
     ),
     option(

@@ -18,7 +18,6 @@ from offbeat.errors import RequestError
 from offbeat.number_format import format_seconds, format_size, percent
 from offbeat.runs.log import RunLog, text_rows, write_chrome_trace, write_log
 from offbeat.simulate.collective import bucket_curve
-from offbeat.simulate.diagnosis import why
 from offbeat.simulate.result import Result
 from offbeat.simulate.setup import Network, Setup
 from offbeat.simulate.sweep import SweepPoint, alone_s, point_of
@@ -117,6 +116,8 @@ def _facts(result: Result, took: float) -> list[tuple[str, str]]:
         ("sending", result.send_share),
         ("waiting", result.wait_share),
     )
+    from offbeat.simulate.diagnosis import why  # not for a sweep
+
     each = format_seconds(result.seconds_per_update)
     found = [
         ("updates", f"{result.updates} in {format_seconds(result.seconds)}: {each} each"),

@@ -32,7 +32,6 @@ from offbeat.predict import race
 from offbeat.predict.race import Contender, RaceResult, TrainingCurve
 from offbeat.runs.metrics import format_accuracy, format_traffic
 from offbeat.runs.run_folder import TIME_STAMP, RunDir, check_free, new_run_dir
-from offbeat.simulate.diagnosis import describe, describe_machines
 from offbeat.spec import count_of, parse_count, parse_number
 from offbeat.train.arguments import given as changes_of
 from offbeat.train.config import Config, check_batch_given, check_whole
@@ -257,6 +256,7 @@ def race_recipe(given: argparse.Namespace, strategies: Sequence[str]) -> None:
     if given.target is None:
         raise RequestError("--target is required with --recipe, like --target 0.95")
     from offbeat.predict.virtual import prepare_task
+    from offbeat.simulate.diagnosis import describe, describe_machines
 
     training, seeds = _training(given), given.seeds or 1
     cluster = training.machines.cluster

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import RequestError
 from offbeat.number_format import format_rate, format_seconds
-from offbeat.predict.calibration import Calibration, Delays, Machine, machine_of
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.collective import Model, contended
 from offbeat.simulate.setup import Network, Setup
@@ -24,6 +23,7 @@ from offbeat.topology import Topology, build
 from offbeat.train.layout import Layout
 
 if TYPE_CHECKING:
+    from offbeat.predict.calibration import Calibration, Delays, Machine
     from offbeat.predict.staged import StagedLearner
 
 NOTHING_TO_SEND = Model.even(layers=1, size_bytes=0, forward_share=1 / 3)
@@ -80,6 +80,8 @@ class Machines:
         if self.calibration is None:
             shared = contended(strategy, topology, network.background) if network.contended else None
             return replace(setup, bucket_bytes=network.bucket_bytes, reduce_s=shared)
+        from offbeat.predict.calibration import machine_of  # only for who has measured one
+
         own = machine_of(
             self.calibration,
             strategy,
@@ -127,6 +129,8 @@ class Machines:
     def clock(self, strategy: str, cluster: Cluster, *, batch: int, ends_of_epochs: bool) -> Clock:
         """Of a training with minibatches of so many samples; `cluster` may be fewer of these learners."""
         if self.calibration is not None:
+            from offbeat.predict.calibration import machine_of  # only for who has measured one
+
             own = machine_of(self.calibration, strategy, cluster.learners, batch=batch, hosts=self.hosts)
             delayed = replace(own.cluster, seed=cluster.seed, speeds=cluster.speeds, law=cluster.law, ids=cluster.ids)
             return Clock.calibrated(replace(own, cluster=delayed), strategy, ends_of_epochs=ends_of_epochs)

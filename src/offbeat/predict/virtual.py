@@ -386,7 +386,8 @@ class VirtualTrainer(Trainer):
         self._law = clock.cluster.law.text if isinstance(clock, Clock) else ""
         self._writes = run is not None
         self._decisions: list[dict[str, Any]] = []
-        kind = PeerReplicas if family_of(config.sync) == PEERS else Arithmetic
+        self._family = family_of(config.sync)
+        kind = PeerReplicas if self._family == PEERS else Arithmetic
         self.arithmetic = kind(self, alone=width == 1, gradients=log.run.get("gradients"))
         of_each = 4 * 6 * self.arithmetic.replica.table.items  # weights, gradients, and what lies between them
         self._width = width or max(1, min(WIDTH, MOST_BYTES // of_each))
@@ -454,11 +455,11 @@ class VirtualTrainer(Trainer):
     def _count_traffic(self, update: Update) -> None:
         """Pushes and fetches of whole vectors; in an all-reduce, what its schedule sends."""
         size_bytes = self.arithmetic.replica.current.nbytes
-        if family_of(self.config.sync) == PEERS:
+        if self._family == PEERS:
             rule, items = rule_of(self.config.sync), self.arithmetic.replica.table.items
             each = size_bytes if rule.codec is None else rule.codec.size_bytes(items)
             sent = received = each * (self.learners - 1) * rule.sends
-        elif family_of(self.config.sync) != SERVER:
+        elif self._family != SERVER:
             sent = received = _reduced_bytes(self.config.sync, self.learners, size_bytes)
         else:
             sent = len(update.works) * size_bytes

@@ -7,8 +7,6 @@ is sent to the place that it is added to (solid) or overwrites (dashed).
 
 from __future__ import annotations
 
-from html import escape
-
 from offbeat.errors import RequestError
 from offbeat.schedules.ir import Schedule
 from offbeat.schedules.proof import progress, verify
@@ -30,6 +28,12 @@ def svg(schedule: Schedule) -> str:
             f"({cells} cells, at most {_MOST_CELLS}); use fewer ranks (--ranks)"
         )
     return _Picture(schedule).text()
+
+
+def _escaped(text: str) -> str:
+    from html import escape  # a table of 2,000 characters, only for who draws
+
+    return escape(text)
 
 
 class _Picture:
@@ -73,7 +77,7 @@ class _Picture:
             f'font-family="Inter, Helvetica, Arial, sans-serif">'
         )
         paper = f'<rect width="100%" height="100%" fill="{_PAPER}"/>'
-        name = f"<title>{escape(f'{title}: {subtitle}')}</title>"
+        name = f"<title>{_escaped(f'{title}: {subtitle}')}</title>"
         return "\n".join([head, name, paper, *self.marks, "</svg>"]) + "\n"
 
     def _x(self, rank: int, chunk: int) -> float:
@@ -128,7 +132,7 @@ class _Picture:
     ) -> None:
         self.marks.append(
             f'<text x="{x:g}" y="{y:g}" font-size="{size}" font-weight="{weight}" fill="{colour}" '
-            f'text-anchor="{anchor}">{escape(text)}</text>'
+            f'text-anchor="{anchor}">{_escaped(text)}</text>'
         )
 
 
