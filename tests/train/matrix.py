@@ -147,11 +147,15 @@ class Audit(NamedTuple):
         return found
 
 
-def audited(log: RunLog, *, epochs: int, samples: int) -> Audit:
-    """The positions of every epoch, followed through the decisions of a server policy."""
+def audited(log: RunLog, *, epochs: int, samples: int, updates: int | None = None) -> Audit:
+    """The positions of every epoch, followed through the decisions of a server policy.
+
+    `updates` were made: where a run was stopped, the last ones that its policy decided may not have been, and what they
+    would have applied is held.
+    """
     applied, held = (np.zeros((epochs, samples), dtype=np.int64) for _ in range(2))
     waiting: dict[int, Sequence[Sequence[int]]] = {}  # the batches of each ticket
-    gradients = 0
+    gradients = made = 0
     for record in log.decisions:
         event = from_text(record["event"])
         if isinstance(event, Pushed):
@@ -160,7 +164,8 @@ def audited(log: RunLog, *, epochs: int, samples: int) -> Audit:
             if leased != event.samples:
                 raise AssertionError(f"'{record['event']}' has {leased} samples by its leases")
         for command in map(from_text, record["commands"]):
-            if isinstance(command, Apply):
+            if isinstance(command, Apply) and made != updates:
+                made += 1
                 gradients += len(command.tickets)
                 for ticket in command.tickets:
                     _mark(applied, waiting.pop(ticket))
