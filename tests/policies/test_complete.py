@@ -33,7 +33,7 @@ def test_a_row_has_examples_of_its_own_name_that_run_with_4_learners(name: str) 
         assert parse(line).name == name
         create(line, expect=EXAMPLES_FOR)
     create(row.examples[0], expect=2)
-    assert params_of(name)[-1].name == "rate"
+    assert [param.name for param in params_of(name)[-3:]] == ["rate", "codec", "down"]
 
 
 @pytest.mark.parametrize("line", LINES)

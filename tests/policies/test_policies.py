@@ -25,6 +25,7 @@ from offbeat.policies import (
     recorded,
     replay,
 )
+from offbeat.policies.base import LearnerRule
 from offbeat.policies.events import as_text
 from offbeat.policies.replay import decision
 from policies.drive import World, say, started
@@ -123,9 +124,23 @@ def test_adaptive_k_doubles_when_the_loss_flattens_and_stops_at_all_learners() -
 
 
 def test_downpour_and_local_sgd_tell_learners_what_to_do_by_themselves() -> None:
-    assert create("downpour:push=4,fetch=2", expect=2).rule == (4, 2, False)
-    assert create("local-sgd:8,outer=nesterov", expect=2).rule == (8, 0, True)
-    assert create("k-sync:1", expect=2).rule == (1, 0, False)
+    assert create("downpour:push=4,fetch=2", expect=2).rule == LearnerRule(4, 2)
+    assert create("local-sgd:8,outer=nesterov", expect=2).rule == LearnerRule(8, delta=True)
+    assert create("k-sync:1", expect=2).rule == LearnerRule()
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("async:codec=auto", "expected one codec for all links, like int8; got 'auto'"),
+        ("async:codec=int8@across", "expected one codec for all links"),
+        ("async:down=top-k:0.1", "weights are sent whole, by a codec that rounds to the nearest"),
+        ("async:down=int8:stochastic", "weights are sent whole, by a codec that rounds to the nearest"),
+    ],
+)
+def test_codecs_that_a_server_cannot_use_are_refused(line: str, says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        create(line, expect=2)
 
 
 def words(commands: tuple[Command, ...]) -> list[list[str]]:

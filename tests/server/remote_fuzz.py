@@ -91,8 +91,7 @@ class Victim:
         road = RoadProcess(options, feeds)
         road.arena, road.start_s = self.arena, time.monotonic()
         road.coordinator = self.gate  # type: ignore[assignment]  # all that is used of it is `send`
-        road._cancel, road._fence, road._beat = self.arena.learner_words[LEARNER]
-        road._slots = [bytes_of(slot) for slot in self.arena.slots]
+        road._map()
         road._beats = HeartbeatLimit(time.monotonic())
         road.state.heard(Hello(LEARNER, 7, "d"))
         road.state.told(Welcome(LEARNER, 7, INCARNATION))

@@ -149,12 +149,41 @@ def test_k_sync_cancels_the_slow_one_and_drops_its_late_push() -> None:
     assert talk.done(1) == [
         Committed(0, 1, 1),
         Go(0, 1, 2, 1, 3, 2, ((1, 1),)),
-        Go(1, 1, 2, 1, 1, 2, ((1, 1),)),  # the cancelled one keeps its slot
+        Go(1, 1, 2, 1, 1, 2, ((1, 1),), unused=1),  # the cancelled one keeps its slot
         Go(2, 1, 2, 1, 0, 2, ((1, 1),)),
     ]
     assert talk.say(push(1, 1, 0)) == []
     assert talk.coordinator.counts["dropped: late"] == 1
     assert talk.say(push(1, 2, 1)) == []  # held
+
+
+def test_the_next_go_says_that_a_gradient_was_not_used() -> None:
+    """So that its learner keeps what error feedback had sent with it."""
+    talk = started("stale-drop:0")
+    talk.say(push(0, 1, 0))
+    talk.done(1)
+    said = talk.say(push(1, 1, 0))  # computed on weights that are gone
+    assert [(one.seq, one.unused) for one in said if isinstance(one, Go)] == [(2, 1)]
+    assert talk.coordinator.counts["dropped"] == 1
+    talk.say(push(1, 2, 1))
+    said = talk.done(2)
+    assert [(one.seq, one.unused) for one in said if isinstance(one, Go)] == [(3, 1)], "the second one was used"
+
+
+def test_residuals_are_lost_with_the_process_of_a_learner_that_had_pushed_and_not_with_its_connection() -> None:
+    talk = started("async:codec=int8", learners=3)
+    talk.say(push(0, 1, 0))
+    talk.done(1)
+    talk.say(Gone(0, 1))
+    talk.say(Gone(1, 1))  # it had sent nothing yet
+    assert talk.coordinator.counts["residuals lost"] == 1
+    talk.say(Hello(0, 20, "t", 1))  # the same process
+    assert talk.coordinator.counts["residuals lost"] == 0
+    plain = started("async:codec=int8:stochastic")
+    plain.say(push(0, 1, 0))
+    plain.done(1)
+    plain.say(Gone(0, 1))
+    assert plain.coordinator.counts["residuals lost"] == 0, "it has none"
 
 
 def test_a_cancelled_learner_that_stops_gives_its_samples_back() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from offbeat import codecs
+from offbeat.codecs.feedback import Feedback, Rounded
 from offbeat.server.arena import stamp
 from offbeat.server.parameter_layout import ParameterLayout
-from offbeat.server.remote.frames import PIECE_BYTES, Header, Kind, Region, Words
+from offbeat.server.remote.frames import PIECE_BYTES, SEED_BYTES, Header, Kind, Region, Words
 from offbeat.server.remote.gateway import KEPT_S, Places
 from offbeat.server.remote.remote_arena import RemoteArena
 from offbeat.server.remote.remote_road import Outgoing
@@ -80,7 +82,7 @@ def test_a_message_that_is_said_again_while_it_waits_is_sent_once() -> None:
 # --- the learner's memory ---------------------------------------------------------------------------------------------
 
 
-def arena_of() -> RemoteArena:
+def arena_of(line: str = "async") -> RemoteArena:
     table = ParameterLayout(
         sizes=(6, 10),
         groups=(0, 0),
@@ -93,7 +95,7 @@ def arena_of() -> RemoteArena:
         in_place=False,
         digest="x",
     )
-    return RemoteArena(table, RunSetting(line="async", learners=3), 2)
+    return RemoteArena(table, RunSetting(line=line, learners=3), 2)
 
 
 class Kept:
@@ -121,6 +123,35 @@ def test_filling_a_layer_sends_it_as_a_part_of_its_minibatch() -> None:
         Header(Kind.WRITE, Region.GRADIENT, 0, 24, stamp(2, 9), 0),
     ]
     assert arena.slots[0].tolist() == [0.0] * 6 + [1.0] * 10
+
+
+def test_with_a_codec_only_the_payload_is_sent_and_it_has_the_size_that_is_priced() -> None:
+    arena, uplink = arena_of("async:codec=top-k:0.1"), Kept()
+    arena.connected(uplink)
+    arena.minibatch_begun(stamp(2, 9))
+    arena.fill(2, 1, torch.arange(10.0))
+    arena.clear(2, (0,))
+    assert uplink.writes == []
+    codec = arena.setting.codec
+    assert codec is not None
+    feedback = Feedback(codec, 16)
+    arena.encode(2, feedback)
+    assert uplink.writes == [Header(Kind.WRITE, Region.GRADIENT, 0, SEED_BYTES + 16, stamp(2, 9))]
+    assert codec.size_bytes(16) == 16 == arena.setting.policy().rule.push_bytes(64)
+    assert arena.slots[0].tolist() == [0.0] * 14 + [8.0, 9.0]
+    assert feedback.residual is not None and feedback.residual.tolist() == [0.0] * 6 + [*range(8), 0, 0]
+
+
+def test_rounded_weights_are_decoded_when_all_of_them_have_come() -> None:
+    arena = arena_of("async:down=bf16")
+    arena.connected(Kept())
+    arena.welcome(4)
+    sent = Rounded(codecs.parse("bf16"), 16)
+    weights = sent.encode(torch.linspace(0, 1, 16))
+    arena.place(Header(Kind.DATA, Region.ROUNDED, 1, 32, 11, 0))[:] = sent.payload.numpy().tobytes()
+    arena.ended(4, 11)
+    assert arena.awaited(((0, 3),), 4, 11) == ((1, 3),)
+    assert torch.equal(arena.weights[1], weights)
 
 
 def test_weights_are_waited_for_and_a_broken_connection_ends_the_incarnation() -> None:

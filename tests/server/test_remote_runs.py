@@ -298,3 +298,30 @@ def test_strangers_on_the_port_change_nothing(start_run: StartRun) -> None:
     quiet = start_run("full-sync", 3)
     expected = quiet.results([quiet.start(number, 2, remote=False) for number in range(3)], range(3))
     assert results[0]["weights"] == expected[0]["weights"]
+
+
+CODED = [
+    ("k-sync:2,codec=top-k:0.1", 1),
+    ("full-sync:codec=int8:stochastic,down=bf16", 2),
+    pytest.param("k-batch-async:2,codec=random-k:0.2,down=int8", 1, marks=LONG),
+    pytest.param("k-batch-sync:2,codec=1-bit", 1, marks=LONG),
+    pytest.param("async:codec=power-sgd:2", 1, marks=LONG),
+    pytest.param("stale-drop:1,codec=int4", 1, marks=LONG),
+]
+
+
+@pytest.mark.parametrize(("line", "servers"), CODED)
+def test_coded_pushes_give_the_same_bits_from_another_host_and_in_a_replay(
+    start_run: StartRun, line: str, servers: int
+) -> None:
+    """By the log: one process codes the gradients of every learner again, and ends with the weights of the run."""
+    run = start_run(line, 3, key=True, servers=servers)
+    pace = ["--pace", "0.01"]  # so that some are cancelled, or late
+    started = [run.start(number, 3, *pace, remote=number > 0) for number in range(3)]
+    results = run.results(started, range(3))
+    assert run.finish() == 0, run.said()
+    check_books(run, 3)
+    assert results[0]["weights"] == results[1]["weights"] == results[2]["weights"]
+    task = Task(train=programs.data(), test=programs.data(), build=programs.model_of, loss=nn.CrossEntropyLoss())
+    again = train_again(run.log, task=task, optimizer=lambda model: programs.optimizer_of("momentum", model))
+    assert torch.cat([one.flatten() for one in again.weights.values()]).tolist() == results[0]["weights"]

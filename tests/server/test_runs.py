@@ -21,6 +21,7 @@ EVERY_POLICY = (
     "full-sync", "k-sync:2", "k-batch-sync:2", "async", "k-async:2", "k-batch-async:2", "softsync:1", "ssp:1",
     "stale-drop:1", "adaptive-k:1", "downpour:push=2,fetch=1", "local-sgd:2", "local-sgd:2,outer=nesterov",
     "async:rate=inverse", "k-async:2,rate=inverse-mean", "async:rate=drift:0.5", "async:rate=delay-compensated:0.1",
+    "local-sgd:2,codec=int4,down=bf16", "downpour:push=2,fetch=1,codec=top-k:0.1,down=bf16",
 )  # fmt: skip
 
 
@@ -101,6 +102,8 @@ def _tickets(text: str) -> list[str]:
         "ssp:1",
         "async:rate=drift:0.1",
         "async:rate=delay-compensated:0.1",
+        "k-batch-async:2,codec=power-sgd:1,down=int8",
+        "k-sync:2,codec=random-k:0.1",
     ],
 )
 def test_training_again_from_the_log_gives_the_same_bits(nursery: Nursery, tmp_path: Path, line: str) -> None:

@@ -302,6 +302,15 @@ def test_communication_takes_the_time_of_the_shared_link() -> None:
     assert server.run("full-sync", lagging, updates=4).seconds == pytest.approx(4 * (0.25 + 1 + 0.25))
 
 
+def test_coded_pushes_and_weights_take_the_time_of_their_bytes() -> None:
+    """As above, with 1 GB: bf16 sends half of it, top-k of 1 % sends a fiftieth."""
+    wires = Wires(size_bytes=10**9, learner_bytes_per_s=1e9, server_bytes_per_s=1e9)
+    cluster = Cluster(learners=2, law=parse_law("constant:1"), wires=wires)
+    for line, push, fetch in (("bf16,down=bf16", 0.5, 0.5), ("bf16", 0.5, 1), ("top-k:0.01", 0.02, 1)):
+        seconds = server.run(f"full-sync:codec={line}", cluster, updates=1).seconds
+        assert seconds == pytest.approx(2 * push + 1 + 2 * fetch), line
+
+
 def test_latency_comes_on_top_of_the_link_and_resuming_takes_it_too() -> None:
     wires = Wires(size_bytes=10**9, learner_bytes_per_s=1e9, latency_s=0.5)
     cluster = Cluster(learners=1, law=parse_law("constant:1"), wires=wires)

@@ -25,7 +25,9 @@ from offbeat.codecs.table import (
     least_speed,
     most_bandwidth,
     parse,
+    read_codec,
     read_option,
+    read_rounding,
     split_place,
 )
 
@@ -46,6 +48,8 @@ __all__ = [
     "least_speed",
     "most_bandwidth",
     "parse",
+    "read_codec",
     "read_option",
+    "read_rounding",
     "split_place",
 ]

@@ -316,6 +316,23 @@ def read_option(text: str) -> CodecOption:
     return CodecOption((codec,), across)
 
 
+def read_codec(text: str) -> Codec:
+    """One codec for all that is sent, like `int8`."""
+    option = read_option(text)
+    if option.auto or option.across:
+        raise RequestError(f"expected one codec for all links, like int8; got '{text}'")
+    return option.only()
+
+
+def read_rounding(text: str) -> Codec:
+    """A codec for numbers that are sent whole each time, without a residual: one that rounds, like `bf16`."""
+    codec = read_codec(text)
+    if codec.kind != PER_TRANSFER or not codec.biased:
+        rounds = ", ".join(row.name for row in CODECS.values() if row.kind == PER_TRANSFER)
+        raise RequestError(f"weights are sent whole, by a codec that rounds to the nearest ({rounds}); got '{text}'")
+    return codec
+
+
 def split_place(text: str) -> tuple[Codec, bool]:
     """`int8@across` is int8, and True: only between hosts."""
     line, at, place = text.partition("@")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offbeat.codecs import NONE, Codec
+from offbeat.codecs.feedback import Feedback
 
 _UPDATE, _CONFIRM = 71, 72  # tags
 _LINE = 8  # bytes to which the header is a multiple, so that numbers behind it are aligned
@@ -35,15 +36,13 @@ class PeerExchange:
     """Of this rank with all others of the default group; updates have so many fp32 `items`."""
 
     def __init__(self, items: int, codec: Codec | None = None, residual: Tensor | None = None) -> None:
-        self._codec = codec or NONE
-        self._coder = self._codec.coder()
-        self._rank, self._ranks, self._items = dist.get_rank(), dist.get_world_size(), items
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._coding = Feedback(codec or NONE, items, self._rank, self._ranks)
+        self._coder = self._coding.codec.coder()  # that decodes
         self._header = _LINE * (2 + self._ranks)
-        self._size = self._header + -(-self._codec.size_bytes(items) // 4) * 4
-        self.residual = residual
-        if self.residual is None and self._codec.biased:
-            self.residual = torch.zeros(self._coder.residual_items(items))
-        self._made = 0
+        self._size = self._header + -(-self._coding.size_bytes // 4) * 4
+        if residual is not None:
+            self._coding.load({"residual": residual})
         others = [rank for rank in range(self._ranks) if rank != self._rank]
         self._coming = {rank: torch.empty(self._size, dtype=torch.uint8) for rank in others}
         self._counts = {rank: torch.zeros(1, dtype=torch.int64) for rank in others}
@@ -52,14 +51,17 @@ class PeerExchange:
         self._sending: list[tuple[Tensor, dist.Work]] = []  # a message stays as it is until it is sent
         self.sent_bytes = self.received_bytes = 0
 
+    @property
+    def residual(self) -> Tensor | None:
+        """What was not sent yet."""
+        return self._coding.residual
+
     def send(self, update: Tensor, samples: int, seen: dict[int, int]) -> None:
         """To all others; `update` becomes what they decode."""
-        self._made += 1
         message = torch.empty(self._size, dtype=torch.uint8)
-        header = [self._made, samples, *(seen.get(rank, 0) for rank in range(self._ranks))]
+        self._coding.encode(update, self._payload(message))
+        header = [self._coding.sent, samples, *(seen.get(rank, 0) for rank in range(self._ranks))]
         message[: self._header].view(torch.int64).copy_(torch.tensor(header))
-        self._coder.seed(self._made * self._ranks + self._rank)
-        self._coder.encode(update, self._payload(message), self.residual, take=True)
         for rank in self._coming:
             self._post(message, rank, _UPDATE)
 
@@ -88,7 +90,7 @@ class PeerExchange:
                 yield rank, number
 
     def _payload(self, message: Tensor) -> Tensor:
-        return message[self._header : self._header + self._codec.size_bytes(self._items)]
+        return message[self._header : self._header + self._coding.size_bytes]
 
     def _receive(self, into: Tensor, rank: int, tag: int) -> dist.Work:
         return _work(dist.irecv(into, rank, tag=tag))

@@ -23,6 +23,8 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from offbeat.codecs import Codec
+from offbeat.codecs.table import ITEM_BYTES
 from offbeat.errors import EventError, RequestError
 from offbeat.policies import sentences
 from offbeat.policies.damping import Damping
@@ -54,12 +56,28 @@ _new = tuple.__new__
 class LearnerRule(NamedTuple):
     """What a learner does by itself: push after so many minibatches, ask for weights after so many (0: never).
 
-    It pushes the sum of its gradients, or, with `delta`, by how much its own optimizer moved the weights.
+    It pushes the sum of its gradients, or, with `delta`, by how much its own optimizer moved the weights. What it
+    pushes is sent with `codec` and error feedback, and the weights that it is sent are rounded by `down`.
     """
 
     push_every: int = 1
     fetch_every: int = 0
     delta: bool = False
+    codec: Codec | None = None
+    down: Codec | None = None
+
+    def push_bytes(self, size_bytes: int) -> int:
+        """What a push of a vector of so many bytes sends."""
+        return coded_bytes(self.codec, size_bytes)
+
+    def fetch_bytes(self, size_bytes: int) -> int:
+        """The same for weights."""
+        return coded_bytes(self.down, size_bytes)
+
+
+def coded_bytes(codec: Codec | None, size_bytes: int) -> int:
+    """The size of so many bytes of fp32 numbers as they are sent."""
+    return size_bytes if codec is None else codec.size_bytes(-(-size_bytes // ITEM_BYTES))
 
 
 @dataclass(slots=True, eq=False)

@@ -65,13 +65,6 @@ class PeerRow:
         return tuple(param for param in self.params if not (self.form and param.positional))
 
 
-def _read_codec(text: str) -> codecs.Codec:
-    option = codecs.read_option(text)
-    if option.auto or option.across:
-        raise RequestError(f"expected one codec for all links, like int8; got '{text}'")
-    return option.only()
-
-
 _ROWS = (
     PeerRow(
         name="all-to-all",
@@ -91,7 +84,7 @@ _ROWS = (
                 default=WINDOW,
                 help=f"updates of a learner that another may not have applied yet (default {WINDOW})",
             ),
-            Param(name="codec", read=_read_codec, help="what is sent instead of fp32, like int8 or top-k:0.01"),
+            Param(name="codec", read=codecs.read_codec, help="what is sent instead of fp32, like int8 or top-k:0.01"),
         ),
         examples=("all-to-all:async", "all-to-all:async,average=50", "all-to-all:async,codec=int8"),
     ),

@@ -13,6 +13,7 @@ from typing import Any
 
 from offbeat import plugins
 from offbeat import spec as grammar
+from offbeat.codecs import read_codec, read_rounding
 from offbeat.errors import RequestError
 from offbeat.policies.barrier import DeadlineSync, GraceSync, KBatchSync, KSync
 from offbeat.policies.base import LearnerRule, Policy
@@ -82,6 +83,11 @@ def _k(help: str) -> Param:
 
 
 _RATE = Param(name="rate", read=parse_rate_rule, default=CONSTANT, help=f"{', '.join(RATES)} (default constant)")
+# What every policy can be given beside its own parameters. What is sent belongs to the learner's rule.
+_CODEC = Param(
+    name="codec", read=read_codec, help="what is pushed instead of fp32, like int8 or top-k:0.01, with error feedback"
+)
+_DOWN = Param(name="down", read=read_rounding, help="what weights are sent back as, like bf16 (default fp32)")
 
 _ROWS = (
     PolicyRow(
@@ -249,7 +255,7 @@ POLICIES: dict[str, PolicyRow] = {row.name: row for row in _ROWS}
 
 def params_of(name: str) -> tuple[Param, ...]:
     """A policy's own parameters and those that all have."""
-    return (*find(name).params, _RATE)
+    return (*find(name).params, _RATE, _CODEC, _DOWN)
 
 
 def find(name: str) -> PolicyRow:
@@ -277,10 +283,13 @@ def create(
     if expect < 1:
         raise RequestError(f"a run has 1 learner or more; got {expect}")
     options = grammar.bind(spec, params_of(spec.name))
+    codec, down = options.pop("codec"), options.pop("down")
     try:
         policy = row.create(expect=expect, start_by_s=start_by_s, **options)
     except RequestError as error:
         raise RequestError(f"'{spec}': {error}") from None
+    if codec is not None or down is not None:
+        policy.rule = policy.rule._replace(codec=codec, down=down)
     if corrects:
         policy.correct_staleness(scaling)
     return policy

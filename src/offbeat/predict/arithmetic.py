@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.func import functional_call, grad_and_value, vmap
 from torch.utils.data import default_collate
 
+from offbeat.codecs.feedback import Feedback, Rounded
 from offbeat.policies import Policy, create
 from offbeat.policies.damping import CORRECT
 from offbeat.predict.timelines import LossAndDrift, Minibatch, Update
@@ -82,6 +83,10 @@ class Arithmetic:
         self._owns: dict[
             int, tuple[InProcessServer, int]
         ] = {}  # learners that step by themselves; the version they fetched
+        rule, items = policy.rule, self.replica.table.items
+        self._down = None if rule.down is None else Rounded(rule.down, items)
+        self._rounded: dict[int, Tensor] = {}  # weights as learners are sent them, by version
+        self._feedback: dict[int, Feedback] = {}  # of each learner, where what they push is coded
         self._losses: dict[int, float] = {}
         self._bad: set[int] = set()  # gradients that are not finite
         self._shown: int | None = None  # the version whose weights the model has
@@ -98,6 +103,7 @@ class Arithmetic:
         scale = None if trainer.precision.scaler is None else trainer.precision.scaler.state()
         self._see_buffers()
         self.why_alone = "asked for" if alone else self._try()
+        self.as_one &= rule.codec is None  # each gradient is coded by itself
         if trainer.precision.scaler is not None and scale is not None:
             trainer.precision.scaler.load(scale)  # trials are no minibatches
 
@@ -175,7 +181,7 @@ class Arithmetic:
 
     def _compute_together(self, works: Sequence[Minibatch]) -> None:
         inputs, targets = self._fetch([work.batch for work in works])
-        gradients, losses = self._gradients([self.replica.weights[work.version] for work in works], inputs, targets)
+        gradients, losses = self._gradients([self._sent(work.version) for work in works], inputs, targets)
         finite = torch.linalg.vecdot(gradients, gradients).isfinite().tolist()
         for work, gradient, loss, good in zip(works, gradients, losses.tolist(), finite, strict=True):
             self.replica.put_gradient(work.number, gradient)
@@ -248,8 +254,17 @@ class Arithmetic:
     def _show(self, version: int) -> None:
         """The weights of a version into the model, unless it has them."""
         if self._shown != version:
-            self.replica.write_model(self.replica.weights[version])
+            self.replica.write_model(self._sent(version))
             self._shown = version
+
+    def _sent(self, version: int) -> Tensor:
+        """The weights of a version as a learner is sent them."""
+        if self._down is None:
+            return self.replica.weights[version]
+        if version not in self._rounded:
+            weights = self.replica.weights[version]
+            self._rounded[version] = self._down.encode(weights.to("cpu", copy=True)).to(weights.device)
+        return self._rounded[version]
 
     @contextmanager
     def _buffers_of(self, learner: int) -> Iterator[None]:
@@ -286,7 +301,7 @@ class Arithmetic:
         for step in work.steps:
             if step.fetched >= 0:
                 version = step.fetched
-                own.load(self.replica.weights[version])
+                own.load(self._sent(version))
                 before = own.current.clone()
             own.write_model(own.current)
             self._shown = None
@@ -327,7 +342,22 @@ class Arithmetic:
             self._bad.difference_update(work.number for work in lost)
             self.not_finite += sum(work.samples for work in lost)
             self.replica.drop([work.number for work in lost])
+        self._encode([work for work, _ in pairs])
         self._make(pairs, update)
+
+    def _encode(self, works: Sequence[Minibatch]) -> None:
+        """Gradients become what the servers decode. Those of a learner are applied in the order in which it pushes."""
+        codec, replica = self.rule.codec, self.replica
+        if codec is None:
+            return
+        for work in sorted(works):
+            if work.learner not in self._feedback:
+                senders = self.trainer.learners
+                self._feedback[work.learner] = Feedback(codec, replica.table.items, work.learner, senders)
+            feedback, gradient = self._feedback[work.learner], replica.slots[work.number]
+            values = gradient.cpu()
+            feedback.encode(values, torch.empty(feedback.size_bytes, dtype=torch.uint8))
+            replica.put_gradient(work.number, values.to(gradient.device))  # nothing of it is absent any more
 
     def _apply_as_one(self, update: Update) -> bool:
         """The gradient of all samples of the update at once, in passes that fit into memory.
@@ -438,6 +468,7 @@ class Arithmetic:
 
     def keep(self, versions: Collection[int]) -> None:
         self.replica.keep(versions)
+        self._rounded = {version: one for version, one in self._rounded.items() if version in self.replica.weights}
 
     def forget(self, numbers: Collection[int]) -> None:
         self.replica.drop(numbers)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offbeat.codecs.feedback import Feedback
 from offbeat.policies.peers import rule_of
 from offbeat.predict.arithmetic import Arithmetic
 from offbeat.predict.timelines import Minibatch, Step, Update, spent_of
@@ -40,10 +41,8 @@ class PeerReplicas(Arithmetic):
             config = changed(trainer.config, {"seed": trainer.config.seed + learner})
             trained = [one for one in built_on(trainer.device, trainer.task, config).parameters() if one.requires_grad]
             self.owns[learner].load(torch.cat([one.detach().reshape(-1) for one in trained]))
-        codec = self.peers.codec
-        self._coder = None if codec is None else codec.coder()
-        self._residuals = [torch.zeros_like(own.current) for own in self.owns] if codec and codec.biased else []
-        self._starts: list[Tensor | None] = [None] * trainer.learners
+        codec, items = self.peers.codec, self.replica.table.items
+        self._coding = [Feedback(codec, items, learner, len(self.owns)) for learner in learners] if codec else []
         self._updates: dict[tuple[int, int], tuple[Tensor, int]] = {}  # and how many replicas are without it
 
     def begin(self, learner: int, batch: Batch) -> None:
@@ -65,12 +64,9 @@ class PeerReplicas(Arithmetic):
         if not self.peers.sends:
             return
         update = own.current - before
-        if self._coder is not None and self.peers.codec is not None:
-            payload = torch.empty(self.peers.codec.size_bytes(len(update)), dtype=torch.uint8)
-            self._coder.seed(number * len(self.owns) + learner)
-            self._coder.begin_from(len(update), self._starts[learner])
-            self._coder.encode(update, payload, self._residuals[learner] if self._residuals else None, take=True)
-            self._starts[learner] = self._coder.start_of(len(update))
+        if self._coding:
+            coding = self._coding[learner]
+            coding.encode(update, torch.empty(coding.size_bytes, dtype=torch.uint8))
             own.load(before.add_(update))
         if len(self.owns) > 1:
             self._updates[learner, number] = update, len(self.owns) - 1

@@ -28,6 +28,7 @@ from offbeat import plugins, topology
 from offbeat.errors import OffbeatError, ReplayError, RequestError
 from offbeat.number_format import finite_or_none
 from offbeat.policies import create
+from offbeat.policies.base import coded_bytes
 from offbeat.policies.peers import rule_of
 from offbeat.policies.sentences import mean_age
 from offbeat.predict.arithmetic import Arithmetic
@@ -456,14 +457,15 @@ class VirtualTrainer(Trainer):
         """Pushes and fetches of whole vectors; in an all-reduce, what its schedule sends."""
         size_bytes = self.arithmetic.replica.current.nbytes
         if self._family == PEERS:
-            rule, items = rule_of(self.config.sync), self.arithmetic.replica.table.items
-            each = size_bytes if rule.codec is None else rule.codec.size_bytes(items)
-            sent = received = each * (self.learners - 1) * rule.sends
+            peers = rule_of(self.config.sync)
+            sent = received = coded_bytes(peers.codec, size_bytes) * (self.learners - 1) * peers.sends
         elif self._family != SERVER:
             sent = received = _reduced_bytes(self.config.sync, self.learners, size_bytes)
         else:
-            sent = len(update.works) * size_bytes
-            received = sum(step.fetched >= 0 for work in update.works for step in work.steps) * size_bytes
+            rule = self.arithmetic.rule
+            sent = len(update.works) * rule.push_bytes(size_bytes)
+            fetches = sum(step.fetched >= 0 for work in update.works for step in work.steps)
+            received = fetches * rule.fetch_bytes(size_bytes)
         self._sent_bytes += sent
         self._received_bytes += received
 

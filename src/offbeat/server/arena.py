@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from offbeat.codecs.feedback import Feedback, Rounded
 from offbeat.collectives import memory
 from offbeat.collectives.sync import Word
 from offbeat.errors import RequestError
@@ -81,6 +82,7 @@ class Arena:
         self._kept_views: dict[int, list[Tensor]] = {}  # by buffer,
         self._seen_as: tuple[Tensor, ...] = ()  # of a model with these parameters
         self._weights_at = layout.weights[0], layout.slots[0]
+        self.down = None if setting.down is None else Rounded(setting.down, table.items)
         lines = iter(range(1 + 2 * setting.shards + setting.learners))
 
         def words(count: int) -> list[Word]:
@@ -116,6 +118,14 @@ class Arena:
     def put(self, slot: int, vector: Tensor) -> None:
         """A whole gradient, into a slot."""
         self.slots[slot].copy_(vector)
+
+    def encode(self, slot: int, feedback: Feedback) -> None:
+        """What is in the slot, by a codec: it becomes what is decoded, here as from another host."""
+        feedback.encode(self.slots[slot], torch.empty(feedback.size_bytes, dtype=torch.uint8))
+
+    def rounded(self, weights: Tensor) -> Tensor:
+        """Weights as a learner gets them, in place: the same here as on another host."""
+        return weights if self.down is None else self.down.encode(weights)
 
     def fill(self, slot: int, index: int, gradient: Tensor) -> float:
         """A parameter's gradient, into its place; its squared norm, which costs little while it is in the cache."""
@@ -184,9 +194,13 @@ class Arena:
         first, last = self._weights_at
         memory.protect(self.segment.address + first, last - first)
 
-    def fetch(self, parts: ModelTensors, pieces: Sequence[tuple[int, int]], *, extra: bool) -> None:
-        """The weights, into the model; with `extra` what is not trained too."""
-        if len({buffer for buffer, _ in pieces}) == 1:
+    def fetch(
+        self, parts: ModelTensors, pieces: Sequence[tuple[int, int]], *, extra: bool, exact: bool = False
+    ) -> None:
+        """The weights, into the model; with `extra` what is not trained too. `exact`: as the servers have them."""
+        if self.down is not None and not exact:
+            write_tensors(self.rounded(self.gather(pieces)), parts.trained)
+        elif len({buffer for buffer, _ in pieces}) == 1:
             copy_tensors(self._views(pieces[0][0], parts.trained), parts.trained)
         else:
             write_tensors(self.gather(pieces), parts.trained)

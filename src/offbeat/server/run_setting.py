@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from offbeat.codecs import Codec
 from offbeat.errors import RequestError
 from offbeat.policies import Policy, create
 from offbeat.policies.memory import Vectors, keeps_reads, vectors_of
@@ -51,6 +52,16 @@ class RunSetting:
         policy = create(self.line, expect=self.learners, start_by_s=0.0, corrects=self.corrects, scaling=self.scaling)
         policy.recall(self.memory or {})
         return policy
+
+    @property
+    def codec(self) -> Codec | None:
+        """Of what is pushed."""
+        return self.policy().rule.codec
+
+    @property
+    def down(self) -> Codec | None:
+        """Of the weights that learners are sent."""
+        return self.policy().rule.down
 
     @property
     def independent(self) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from itertools import count
 
 from offbeat.errors import RequestError
+from offbeat.policies.base import coded_bytes
 from offbeat.policies.peers import Peer, rule_of
 from offbeat.runs.log import Span
 from offbeat.simulate.cluster import Cluster
@@ -176,8 +177,7 @@ class PeerSimulation:
 
     def _bytes(self) -> int:
         assert self.cluster.wires is not None
-        size, codec = self.cluster.wires.size_bytes, self.rule.codec
-        return size if codec is None else codec.size_bytes(-(-size // 4))
+        return coded_bytes(self.rule.codec, self.cluster.wires.size_bytes)
 
     def _mean_s(self) -> float:
         wires, learners = self.cluster.wires, self.cluster.learners

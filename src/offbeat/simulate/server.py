@@ -144,6 +144,8 @@ class Simulation:
         self.fetching = [False] * count
         self.wires = cluster.wires or Wires(size_bytes=0)
         self.latency_s, self.size_bytes = self.wires.latency_s, self.wires.size_bytes
+        self.push_bytes = self.rule.push_bytes(self.size_bytes)
+        self.fetch_bytes = self.rule.fetch_bytes(self.size_bytes)
         self.starts = cluster.begins()
         self.works = cluster.works()
         self.cores = cluster.cores or Cores(count=1, law=cluster.law)
@@ -265,7 +267,7 @@ class Simulation:
         if self.instant:
             self._arrive(learner, number)
         elif self.size_bytes:
-            self.links[0].start(self.now, number, self.size_bytes, self.wires.cap(learner))
+            self.links[0].start(self.now, number, self.push_bytes, self.wires.cap(learner))
             self._watch(0)
         elif self.works is not None:
             self._work(self.cores.push_s, Job(ARRIVE, learner, number, urgent=True))
@@ -385,7 +387,7 @@ class Simulation:
             if self.links[1].remove(self.now, before):
                 del self.messages[before]
             self.weights_for[learner] = message
-            self.links[1].start(self.now, message, self.size_bytes, self.wires.cap(learner))
+            self.links[1].start(self.now, message, self.fetch_bytes, self.wires.cap(learner))
             self._watch(1)
 
     def _resumed(self, learner: int, message: int) -> int:

@@ -21,6 +21,7 @@ from offbeat.server.learner.connection import RunOverError
 from offbeat.server.learner.join import join_run
 from offbeat.server.learner.served_learner import ServedLearner
 from offbeat.server.wire import EnterPause
+from offbeat.spec import count_of
 from offbeat.train.checkpoint import Checkpoint
 from offbeat.train.config import Config
 from offbeat.train.device_input import Gathered, channels_last, readers_of, resident_of
@@ -51,6 +52,7 @@ class ServedTrainer(Trainer):
         config = self.config
         self._rule = create(config.sync, expect=self.learners).rule
         self._own_steps = self._rule.delta or self._rule.fetch_every > 0
+        self._residuals_lost = 0  # of learners, as far as it was told
         self._base = self.at.update  # versions of the servers are counted from here
         self.at.drop_held("its update still waited for other gradients when the run was saved")
         if self.part is not None and self._own_steps and self.part.optimizer:
@@ -83,6 +85,7 @@ class ServedTrainer(Trainer):
             _, _, loader = learner.prepare(self.model, self.optimizer, loader, clip_norm=train.clip_norm or None)
             if self.checkpoint is not None and learner.version == 0:  # the run stands where it was saved
                 self.load_own(self.checkpoint)  # again: joining has made all buffers those of the first
+                self._load_residuals(self.checkpoint)
             if self.number == 0:
                 self.notes += learner.notes
                 self.tell_beginning()
@@ -98,6 +101,18 @@ class ServedTrainer(Trainer):
             pass
         finally:
             learner.close()
+
+    def _load_residuals(self, checkpoint: Checkpoint) -> None:
+        """What this learner had not sent yet. Those of learners that are not in the run any more are lost."""
+        if self.part is not None:
+            self.learner.load_residuals(self.part.residuals)
+        gone = [
+            name
+            for name, tensors in checkpoint.files.items()
+            if name.startswith("learner-") and int(name[8:]) >= self.learners and "residual.residual" in tensors
+        ]
+        if gone and self.number == 0:
+            self.note(f"the residuals of {count_of(len(gone), 'learner')} that are gone are lost")
 
     def _loader(self) -> DataLoader[Any]:
         """Of samples that lie on the device, where they fit; else of readers, which read ahead of the leases."""
@@ -168,6 +183,7 @@ class ServedTrainer(Trainer):
         part = super().own_part()
         if self._own_steps:
             part.optimizer = optimizer_tensors(self.optimizer)
+        part.residuals = self.learner.residuals()
         return part
 
     def _on_pause(self, pause: EnterPause) -> bool:
@@ -184,6 +200,9 @@ class ServedTrainer(Trainer):
 
     def _standing(self, facts: dict[str, Any]) -> TrainingState:
         before, samples = self.at, facts["samples"]
+        if facts["residuals_lost"] > self._residuals_lost:
+            self._residuals_lost = facts["residuals_lost"]
+            self.note(f"the residuals of {count_of(self._residuals_lost, 'learner')} that ended are lost")
         dropped = dict(before.dropped)
         for fate, many in samples.items():
             if fate != "applied" and not fate.startswith("computed again: "):

@@ -93,6 +93,7 @@ from offbeat.server.wire import (
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 CLOCK_S = 1.0  # by which a learner's clock may be ahead: on one host there is just one
+RESIDUALS_LOST = "residuals lost"  # with learners that died: what error feedback had kept back
 MOST_NON_FINITE = 20  # in a row, more than a loss scale may be halved; then a learner is sent away
 
 
@@ -375,6 +376,8 @@ class Coordinator:
         if before is not None:  # an old Hello, or one whose place was taken by an old Hello: then it comes again
             self._out += [Welcome(session.learner, message.nonce, before), Fenced(session.learner, before)]
             return
+        if session.residual_lost and message.after == session.incarnation:  # only its connection was lost
+            self.counts[RESIDUALS_LOST] -= 1
         self._give_up(session, why="it came again", may_wake=message.after != session.incarnation)
         self._writes_no_more(session, range(message.after, message.after + 1))
         self.table = message.table
@@ -467,6 +470,9 @@ class Coordinator:
         session = self.sessions.get(message.learner)
         if session is not None:
             if session.incarnation == message.incarnation:
+                codec = self.policy.rule.codec
+                session.residual_lost |= session.here and session.answered > 0 and codec is not None and codec.biased
+                self.counts[RESIDUALS_LOST] += session.here and session.residual_lost
                 self._give_up(session, why="it died", may_wake=False)
             self._writes_no_more(session, range(message.incarnation + 1))
 
@@ -596,6 +602,9 @@ class Coordinator:
         if isinstance(command, Apply):
             self._update(command)
         elif isinstance(command, Drop):
+            if command.ticket == self.ticket:
+                session = self.sessions[self.gradients[command.ticket].learner]
+                session.unused = session.answered
             self._release(command.ticket, f"dropped: {command.why.partition(':')[0]}")
         elif isinstance(command, Wake):
             self.wake.set(command.at_s, self._at_s)
@@ -603,6 +612,8 @@ class Coordinator:
             session = self.sessions[command.learner]
             if isinstance(command, Cancel):
                 session.cancelled = session.seq
+                if session.go is not None and session.go.seq > session.answered:
+                    session.unused = session.go.seq
                 self.counts["cancelled"] += 1
                 self._out.append(CancelWord(session.learner, session.incarnation, session.seq))
             elif isinstance(command, Resume):
@@ -819,6 +830,7 @@ class Coordinator:
             "samples": dict(self.leases.samples),
             "held": sum(count for gradient in self.gradients.values() for _, count in gradient.epochs),
             "seconds": pauses.began_s - self.begun_s - pauses.paused_s,
+            "residuals_lost": self.counts[RESIDUALS_LOST],
         }
 
     @property

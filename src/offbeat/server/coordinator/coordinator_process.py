@@ -267,8 +267,9 @@ class CoordinatorProcess:
         facts |= plugins.facts() | (self.options.facts or {})
         self.recorder.leave()
         self.recorder = RunRecorder(setting.learners)
-        self.recorder.push_bytes = arena.slots[0].nbytes
-        self.recorder.fetch_bytes = 0 if table.in_place else arena.weights[0].nbytes
+        rule = setting.policy().rule
+        self.recorder.push_bytes = rule.push_bytes(arena.slots[0].nbytes)
+        self.recorder.fetch_bytes = 0 if table.in_place else rule.fetch_bytes(arena.weights[0].nbytes)
         self.recorder.reads_unsaid = setting.in_place
         self.recorder.open(self.options.log, facts, None if state is None else state.recorder)
         machine = Coordinator(setting, None if self.options.log is None else self.recorder.decision)

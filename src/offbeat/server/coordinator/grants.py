@@ -185,7 +185,7 @@ class Grants:
         version, weights = session.grant
         if weights:
             session.pieces = session.ready
-        session.go = Go(*session.name, session.seq, version, session.slot, session.pin, session.ready)
+        session.go = Go(*session.name, session.seq, version, session.slot, session.pin, session.ready, session.unused)
         session.grant = session.ready = None
         return session.go
 

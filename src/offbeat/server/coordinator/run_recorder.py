@@ -16,7 +16,7 @@ import msgspec
 from offbeat.errors import RequestError
 from offbeat.runs.learning import sign_of, sign_of_losses, warning_of_losses
 from offbeat.runs.log import LogWriter, Span
-from offbeat.server.coordinator.coordinator import Coordinator
+from offbeat.server.coordinator.coordinator import RESIDUALS_LOST, Coordinator
 from offbeat.server.coordinator.session import SessionName
 from offbeat.server.wire import INPUT, OUTPUT, Committed, Fetched, Go, Push, ShardJob, Stop
 
@@ -285,6 +285,7 @@ class RunRecorder:
             "pushes": {name: counts[name] for name in ("received", "applied", "dropped", "duplicate", "fenced")},
             "dropped": {name[9:]: many for name, many in counts.items() if name.startswith("dropped: ")},
             "gone": {name[6:]: many for name, many in counts.items() if name.startswith("gone: ")},
+            "residuals_lost": counts[RESIDUALS_LOST],
             "refused": self.refused,
             "cancelled": counts["cancelled"],
             "stopped": self.stops,

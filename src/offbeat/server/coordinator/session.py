@@ -33,6 +33,8 @@ class LearnerSession:
     seq: int = 0  # the latest minibatch that it was told, or is to be told, to compute
     answered: int = 0
     cancelled: int = 0
+    unused: int = 0  # the last minibatch that it had begun whose gradient is not used: cancelled, or dropped at once
+    residual_lost: bool = False  # its process ended with something that it had not sent
     void: int = 0  # minibatches up to this one were open when the policy was told that it is gone
     versions: dict[int, int] = field(default_factory=dict)  # of open minibatches
     pieces: tuple[tuple[int, int], ...] = ()  # the weights that it has: buffer and version by commit group

@@ -111,6 +111,7 @@ class ConnectionState:
         self.go: Go | None = None  # the newest, not begun yet
         self.seq: int = 0  # of the minibatch begun last
         self.void: int = 0  # minibatches up to this one are not wanted
+        self.unused: set[int] = set()  # minibatches whose gradients are not used, as it was told; the last ones
         self.working: bool = False
         self.fenced: bool = False  # it was given up while it worked, or wrote the initial weights
         self.answers: dict[type[ANSWER], ANSWER] = {}  # to what it has asked last
@@ -147,6 +148,7 @@ class ConnectionState:
             if message.seq > max(self.seq, self.void) and (self.go is None or message.seq > self.go.seq):
                 self.go = message
                 self._cancel(message.seq - 1)
+                self.unused = {seq for seq in self.unused if seq >= self.seq} | {message.unused}
         elif isinstance(message, CancelWord):
             self._cancel(message.seq)
         elif isinstance(message, ANSWER):

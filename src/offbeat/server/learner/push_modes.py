@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from offbeat.codecs.feedback import Feedback
 from offbeat.errors import OffbeatError
 from offbeat.leases import Lease
 from offbeat.policies import LearnerRule
@@ -59,6 +60,11 @@ class PushMode(GradientSink):
         self.sent_bytes = self.received_bytes = 0  # gradients, and weights
         self.loaded = (0, 0)  # incarnation and pin under which it got them: later ones are larger
         self.resumed: Mapping[str, Tensor] | None = None  # what the run goes on from, if this learner is asked for it
+        self.feedback: Feedback | None = None
+        if rule.codec is not None:
+            items, learners = self.arena.table.items, self.arena.setting.learners
+            self.feedback = Feedback(rule.codec, items, self.state.learner, learners, undoes=True)
+        self._coded: tuple[int, int] | None = None  # incarnation and seq of the push that was coded last
         self.leases: tuple[Lease, ...] = ()  # of what the loader has handed out since the last step
         self.leased_to = 0  # the incarnation that they belong to; 0: no leases
         self._start_s = connection.accepted.start_s
@@ -119,19 +125,29 @@ class PushMode(GradientSink):
             go = self.connection.wait(ConnectionState.begun_or_seed, "permission to continue", pauses=True)
             if isinstance(go, Go):
                 self.connection.minibatch_begun()
+                self._settle()
                 return go
             self.arena.seed(self.tensors, self.resumed)
             self.connection.say(ConnectionState.seeded)
 
-    def load(self, pieces: Pieces, *, extra: bool) -> None:
-        """Weights, into the model; with `extra` what is not trained too."""
-        self.received_bytes += self.arena.weights[0].nbytes
-        self.arena.fetch(self.tensors, pieces, extra=extra)
+    def _settle(self) -> None:
+        """What was coded for a push that is not used stays to be sent. It is sent for good if nobody can tell."""
+        coded, self._coded = self._coded, None
+        if self.feedback is not None and coded is not None:
+            incarnation, seq = coded
+            if incarnation == self.state.incarnation and seq in self.state.unused:
+                self.feedback.put_back()
+
+    def load(self, pieces: Pieces, *, extra: bool, exact: bool = False) -> None:
+        """Weights, into the model; with `extra` what is not trained too. `exact`: as the servers have them."""
+        size_bytes = self.arena.weights[0].nbytes
+        self.received_bytes += size_bytes if exact else self.rule.fetch_bytes(size_bytes)
+        self.arena.fetch(self.tensors, pieces, extra=extra, exact=exact)
 
     def load_last(self) -> None:
         """The weights at the end of the run, when nobody changes them any more."""
         pieces = self.arena.last()
-        self.load(pieces, extra=False)
+        self.load(pieces, extra=False, exact=True)
         self.version = min(version for _, version in pieces)
         self.detach()
 
@@ -158,14 +174,20 @@ class PushMode(GradientSink):
         version: int | None = None,
         finite: bool | None = None,
     ) -> None:
-        """The slot is full: say so."""
-        self.sent_bytes += self.arena.slots[0].nbytes
+        """The slot is full: say so. What is not finite is not applied, so it is not coded either."""
+        finite = self.arena.is_finite(self.state.slot) if finite is None else finite
+        if self.feedback is not None:
+            absent = ()  # something that is left of an earlier gradient may be sent for them
+            if finite:
+                self.arena.encode(self.state.slot, self.feedback)
+                self._coded = self.state.incarnation, self.state.seq
+        self.sent_bytes += self.rule.push_bytes(self.arena.slots[0].nbytes)
         self.connection.say(
             ConnectionState.push,
             samples=report.samples,
             version=version,
             loss=report.loss,
-            finite=self.arena.is_finite(self.state.slot) if finite is None else finite,
+            finite=finite,
             hyper=report.hyper,
             leases=report.leases,
             absent=absent,
@@ -225,7 +247,7 @@ class PushGradientInPlace(PushGradient):
         super().start()
         self.arena.protect()
 
-    def load(self, pieces: Pieces, *, extra: bool) -> None:
+    def load(self, pieces: Pieces, *, extra: bool, exact: bool = False) -> None:
         trained, buffer = self.tensors.trained, pieces[0][0]
         if buffer not in self._views:
             self._views[buffer] = views(self.arena.weights[buffer], trained)
@@ -253,8 +275,8 @@ class PushDelta(PushMode):
         self._steps = 0
         self._computed: PushReport | None = None  # in these steps
 
-    def load(self, pieces: Pieces, *, extra: bool) -> None:
-        super().load(pieces, extra=extra)
+    def load(self, pieces: Pieces, *, extra: bool, exact: bool = False) -> None:
+        super().load(pieces, extra=extra, exact=exact)
         with torch.no_grad():
             for before, parameter in zip(self._before, self.tensors.trained, strict=True):
                 before.copy_(parameter)
@@ -455,8 +477,8 @@ class AsyncPushFetch(PushMode):
             with self._changed:
                 taken = (self._reading, None if self._staged is None else self._staged.vector)
                 vector = next(one for one in self._staging if all(one is not other for other in taken))
-            self.arena.gather(self.arena.awaited(told.pieces, incarnation, pin), out=vector)
-            self.received_bytes += vector.nbytes
+            self.arena.rounded(self.arena.gather(self.arena.awaited(told.pieces, incarnation, pin), out=vector))
+            self.received_bytes += self.rule.fetch_bytes(vector.nbytes)
             self.connection.say(ConnectionState.fetched, pin)
             with self._changed:
                 newer = self._staged is None or (incarnation, pin) > self._staged.loaded

@@ -128,6 +128,9 @@ class ServedLearner(Learner):
         delta, fetches = self._policy.rule.delta, self._policy.rule.fetch_every > 0
         if in_place and (delta or fetches):
             raise RequestError(f"in_place does not work with '{self.strategy}', whose learners take local steps")
+        own = self._policy.rule
+        if in_place and own.down is not None:
+            raise RequestError(f"in_place does not work with '{self.strategy}': rounded weights need their own memory")
         tensors, groups = model_tensors(model, optimizer)
         rule, hypers = optimizers.describe(optimizer)
         if delta:
@@ -142,6 +145,11 @@ class ServedLearner(Learner):
             clip_norm=clip_norm or 0.0,
             in_place=in_place,
         )
+        if (own.codec or own.down) and (layout.dtype, layout.gradients) != ("float32", "float32"):
+            raise RequestError(
+                f"'{self.strategy}': codecs are for float32; the model has {layout.dtype} weights and "
+                f"{layout.gradients} gradients"
+            )
         road = self._road = road_to(self._listener, self._token, self.number)
         connection = self._connection = Connection(road, self._token, self.number, layout, self._in_pause)
         self._trains = model, optimizer
@@ -448,6 +456,15 @@ class ServedLearner(Learner):
     def received_bytes(self) -> int:
         """Of weights; none where the model's parameters are the servers' memory."""
         return 0 if self._mode is None else self._mode.received_bytes
+
+    def residuals(self) -> dict[str, Tensor]:
+        """Of error feedback, for a checkpoint: what this learner has not sent yet. Nothing without a codec."""
+        return {} if self._mode is None or self._mode.feedback is None else self._mode.feedback.state()
+
+    def load_residuals(self, state: Mapping[str, Tensor]) -> None:
+        """What `residuals` gave, after `prepare` and before the first minibatch."""
+        if state and self._mode is not None and self._mode.feedback is not None:
+            self._mode.feedback.load(state)
 
     @property
     def batch_position(self) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from offbeat.errors import OffbeatError
 from offbeat.server.wire import MOST_BYTES
 
-PROTOCOL = 1
+PROTOCOL = 2
 PIECE_BYTES = 256 * 1024
 _HEADER = struct.Struct("<4sBBHIQQ")
 _MAGIC = b"obr1"
@@ -34,6 +34,7 @@ GREETING_BYTES = _GREETING.size
 _WORDS = struct.Struct("<QQQQ")
 WORDS_BYTES = _WORDS.size
 NUMBER_LIMIT = 2**20  # of learners
+SEED_BYTES = 8  # that say with which random numbers a payload was made
 
 
 class FrameError(OffbeatError):
@@ -74,11 +75,12 @@ class Region(IntEnum):
     """A part of the servers' memory."""
 
     NONE = 0
-    GRADIENT = 1  # the slot of the minibatch at hand
+    GRADIENT = 1  # the slot of the minibatch at hand; in a run with a codec, the seed of a payload and the payload
     WEIGHTS = 2
     EXTRA = 3
     STATE = 4  # of the optimizer; `which` says which
     STEPS = 5
+    ROUNDED = 6  # weights as a payload of the codec for them
 
 
 class Reading(IntEnum):

@@ -18,13 +18,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from offbeat.codecs.feedback import Feedback, Rounded
 from offbeat.collectives import memory
 from offbeat.collectives.sync import Word
 from offbeat.errors import PeerError
 from offbeat.server.arena import Arena, Pieces, stamp
 from offbeat.server.parameter_layout import DTYPES, ModelTensors, ParameterLayout
-from offbeat.server.remote.frames import FrameError, Header, Kind, Reading, Region, Words
-from offbeat.server.remote.road_process import bytes_of
+from offbeat.server.remote.frames import SEED_BYTES, FrameError, Header, Kind, Reading, Region, Words
+from offbeat.server.remote.road_process import bytes_of, coded_push
 from offbeat.server.remote.road_state import ASK_BUFFER, GO_BUFFER
 from offbeat.server.run_setting import RunSetting
 
@@ -67,11 +68,14 @@ class RemoteArena(Arena):
         self.learner_words = [words[3:6]] * setting.learners  # its own; it looks at no others
         self.uplink: Uplink | None = None
         self._slot_bytes, self._item = bytes_of(slot), slot.itemsize
+        self._coded = coded_push(table, setting)
+        self.down = None if setting.down is None else Rounded(setting.down, table.items)
         self._learner = learner
         self._minibatch = 0  # that is being filled
         self._changed = threading.Condition()
         self._ended: dict[tuple[int, int], int] = {}  # (incarnation, pin) or (0, request) that has come -> buffer
         self._buffers: dict[int, int] = {}  # number -> buffer that its weights went to
+        self._rounded: set[int] = set()  # numbers whose weights come by a codec
         self._requests = 0
         self._broken = True
         self._incarnation = 0
@@ -96,7 +100,20 @@ class RemoteArena(Arena):
         super().put(slot, vector)
         self._send_gradient(0, self.table.items)
 
+    def encode(self, slot: int, feedback: Feedback) -> None:
+        assert self._coded is not None
+        feedback.encode(self.slots[slot], self._coded[SEED_BYTES:])
+        self._coded[:SEED_BYTES].view(torch.int64).fill_(feedback.seed)
+        header = Header(Kind.WRITE, Region.GRADIENT, 0, len(self._coded), self._minibatch)
+        self._send(header, bytes_of(self._coded))
+
+    def rounded(self, weights: Tensor) -> Tensor:
+        """As they are: they were rounded before they were sent."""
+        return weights
+
     def _send_gradient(self, start: int, items: int) -> None:
+        if self._coded is not None:  # it is sent when all of it is there
+            return
         offset, size = start * self._item, items * self._item
         self._send(Header(Kind.WRITE, Region.GRADIENT, 0, size, self._minibatch, offset), self._slot_bytes)
 
@@ -183,6 +200,10 @@ class RemoteArena(Arena):
         if header.region is Region.WEIGHTS and header.which < len(self.weights):
             region = self.weights[header.which]
             self._buffers[header.number] = header.which
+        elif header.region is Region.ROUNDED and self.down is not None and header.which < len(self.weights):
+            region = self.down.payload
+            self._buffers[header.number] = header.which
+            self._rounded.add(header.number)
         elif header.region is Region.EXTRA:
             region = self.extra
         elif header.region is Region.STATE and header.which < len(self.states[0]):
@@ -196,6 +217,9 @@ class RemoteArena(Arena):
 
     def ended(self, incarnation: int, number: int) -> None:
         """What was sent under this number has come, as far as it comes."""
+        if number in self._rounded and self.down is not None:
+            self._rounded.discard(number)
+            self.down.decode(self.weights[self._buffers[number]])
         with self._changed:
             self._ended[incarnation, number] = self._buffers.pop(number, GO_BUFFER)
             while len(self._ended) > _PINS_KEPT:

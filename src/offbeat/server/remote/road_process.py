@@ -40,6 +40,7 @@ from offbeat.server.parameter_layout import ParameterLayout
 from offbeat.server.remote.frames import (
     HEADER_BYTES,
     PIECE_BYTES,
+    SEED_BYTES,
     Channel,
     FrameError,
     Header,
@@ -50,6 +51,7 @@ from offbeat.server.remote.frames import (
     unpack,
 )
 from offbeat.server.remote.road_state import ASK_BUFFER, PinnedSend, RoadState
+from offbeat.server.run_setting import RunSetting
 from offbeat.server.wire import (
     INPUT,
     MOST_BYTES,
@@ -118,6 +120,12 @@ def part_limit_bytes(table: ParameterLayout) -> int:
     return _PART_SPARE_BYTES + 16 * table.extra + 8 * (2 + len(table.states)) * table.items * 2
 
 
+def coded_push(table: ParameterLayout, setting: RunSetting) -> Tensor | None:
+    """Room for a gradient as it is sent in a run with a codec: the seed of its payload, then the payload."""
+    codec = setting.codec
+    return None if codec is None else torch.zeros(SEED_BYTES + codec.size_bytes(table.items), dtype=torch.uint8)
+
+
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a flat tensor."""
     return tensor.view(torch.uint8).numpy().data if tensor.numel() else memoryview(bytearray())
@@ -168,10 +176,17 @@ class RoadProcess:
             self._answer(handshake.Accept(refused=str(error)))
             return False
         self.start_s = accepted.start_s
-        self._cancel, self._fence, self._beat = self.arena.learner_words[self.options.learner]
-        self._slots = [bytes_of(slot) for slot in self.arena.slots]
+        self._map()
         self._answer(structs.replace(accepted, start_s=time.monotonic() - accepted.start_s))
         return True
+
+    def _map(self) -> None:
+        """What of the servers' memory is the learner's."""
+        arena, codec = self.arena, self.arena.setting.codec
+        self._cancel, self._fence, self._beat = arena.learner_words[self.options.learner]
+        self._slots = [bytes_of(slot) for slot in arena.slots]
+        self._coded = coded_push(arena.table, arena.setting)
+        self._coder = None if codec is None else codec.coder()
 
     def _answer(self, accept: handshake.Accept) -> None:
         data = handshake.encode_accept(accept)
@@ -250,7 +265,7 @@ class RoadProcess:
         """The memory that a learner may write: its slot, or where initial weights and state are."""
         arena, names = self.arena, self.arena.table.states
         if region is Region.GRADIENT:
-            return self._slots[index]
+            return self._slots[index] if self._coded is None else bytes_of(self._coded)
         if region is Region.WEIGHTS:
             return bytes_of(arena.weights[0])
         if region is Region.EXTRA:
@@ -278,6 +293,8 @@ class RoadProcess:
         with contextlib.suppress(WireError):  # then it is refused there, and counted
             message = decode_input(data)
         if message is not None:
+            if self._coder is not None and isinstance(message, Push):
+                self._decode(message)
             with self._lock:
                 frees = self.state.frees_slots(message)
             with self._writing if frees else contextlib.nullcontext(), self._lock:  # not while bytes are received there
@@ -288,6 +305,16 @@ class RoadProcess:
             data = self._timely(message, data)
         with contextlib.suppress(OSError):  # it is being replaced: the learner says it again
             self.coordinator.send(data)
+
+    def _decode(self, message: Push) -> None:
+        """The gradient that came as a payload, into its slot."""
+        assert self._coder is not None and self._coded is not None
+        with self._writing:
+            with self._lock:
+                slot = self.state.filled_slot(message)
+            if slot is not None:
+                self._coder.seed(int(self._coded[:SEED_BYTES].view(torch.int64)))
+                self._coder.decode(self._coded[SEED_BYTES:], self.arena.slots[slot])
 
     def _timely(self, message: INPUT, data: bytes) -> bytes:
         """A learner's clock may run faster than ours: nothing has ended later than now."""
@@ -364,6 +391,10 @@ class RoadProcess:
 
         if job.extra and not self._send_region(Region.EXTRA, 0, self.arena.extra, job.pin, is_wanted):
             return False
+        if self.arena.down is not None:
+            self.arena.rounded(self.arena.gather(job.pieces))
+            vector = self.arena.down.payload
+            return self._send_region(Region.ROUNDED, job.buffer, vector, job.pin, is_wanted) and is_wanted()
         for group, (buffer, _) in enumerate(job.pieces):
             part = slice(*self.arena.table.shard(group, len(job.pieces)))
             start = part.start * self.arena.weights[buffer].itemsize

@@ -97,6 +97,13 @@ class RoadState:
         extra, self._sent_extra = not self._sent_extra, True
         return PinnedSend(pin, pieces, buffer, minibatch, self.incarnation, extra)
 
+    def filled_slot(self, message: Push) -> int | None:
+        """The slot whose gradient is there now, as this message says; None: it is late, or has none."""
+        go = self._granted
+        if go is None or not message.finite or (message.incarnation, message.seq) != (go.incarnation, go.seq):
+            return None
+        return go.slot
+
     def frees_slots(self, message: INPUT) -> bool:
         """Whether the coordinator may give the learner's slot to another when it hears this."""
         return isinstance(message, Bye) or (isinstance(message, Hello) and message.nonce != self._nonce)
