@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from offbeat.errors import OffbeatError
 
-PROTOCOL = 5
+PROTOCOL = 6
 MOST_BYTES = 128 * 1024
 MOST_DATA_BYTES = MOST_BYTES // 2  # of all learners together, in one group call
 _CHECKSUM_BYTES = 4
@@ -237,6 +237,7 @@ class Go(SessionMessage, frozen=True):
     """Compute minibatch `seq` on these weights (none: on those you have), and put its gradient into this slot.
 
     `pieces` are buffer and version of each commit group. An older minibatch that is still open is cancelled by this.
+    `grant` orders all that were ever given a slot, where shards are spread over hosts: the later one may write to it.
     """
 
     seq: Seq
@@ -244,6 +245,7 @@ class Go(SessionMessage, frozen=True):
     slot: Place
     pin: Number = 0
     pieces: Pieces = ()
+    grant: Number = 0
 
 
 class Weights(SessionMessage, frozen=True):

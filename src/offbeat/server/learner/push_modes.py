@@ -160,6 +160,7 @@ class PushMode(GradientSink):
     ) -> None:
         """The slot is full: say so."""
         self.sent_bytes += self.arena.slots[0].nbytes
+        self.arena.deliver(self.state.slot)
         self.connection.say(
             ConnectionState.push,
             samples=report.samples,
