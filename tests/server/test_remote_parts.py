@@ -10,8 +10,8 @@ from offbeat.server.arena import stamp
 from offbeat.server.parameter_layout import ParameterLayout
 from offbeat.server.remote.frames import PIECE_BYTES, SEED_BYTES, Header, Kind, Region, Words
 from offbeat.server.remote.gateway import KEPT_S, Places
+from offbeat.server.remote.outgoing import Outgoing
 from offbeat.server.remote.remote_arena import RemoteArena
-from offbeat.server.remote.remote_road import Outgoing
 from offbeat.server.remote.road_process import HeartbeatLimit
 from offbeat.server.run_setting import RunSetting
 
@@ -115,7 +115,7 @@ class Kept:
 def test_filling_a_layer_sends_it_as_a_part_of_its_minibatch() -> None:
     arena, uplink = arena_of(), Kept()
     arena.connected(uplink)
-    arena.minibatch_begun(stamp(2, 9))
+    arena.minibatch_begun(stamp(2, 9), 0)
     arena.fill(2, 1, torch.ones(2, 5))
     arena.clear(2, (0,))
     assert uplink.writes == [
@@ -128,7 +128,7 @@ def test_filling_a_layer_sends_it_as_a_part_of_its_minibatch() -> None:
 def test_with_a_codec_only_the_payload_is_sent_and_it_has_the_size_that_is_priced() -> None:
     arena, uplink = arena_of("async:codec=top-k:0.1"), Kept()
     arena.connected(uplink)
-    arena.minibatch_begun(stamp(2, 9))
+    arena.minibatch_begun(stamp(2, 9, 0))
     arena.fill(2, 1, torch.arange(10.0))
     arena.clear(2, (0,))
     assert uplink.writes == []

@@ -86,11 +86,18 @@ def same_bits(folder: Path, weights: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(trained[name], weights[name]) for name in trained)
 
 
-def complaints_of(row: Row, lab: Lab, key: Path, folder: Path) -> tuple[list[str], float, float]:
+def placed(place: str) -> list[str]:
+    """Servers on the first host, or one on each."""
+    return ["--place", "spread", "--servers", str(1 + len(REMOTE))] if place == "spread" else []
+
+
+def complaints_of(
+    row: Row, lab: Lab, key: Path, folder: Path, *, place: str = "first"
+) -> tuple[list[str], float, float]:
     """What is wrong with a row; its accuracy on three hosts and on one."""
     here, there = folder / "one", folder / "three"
     subprocess.run(words_of(row, here), check=True, capture_output=True, timeout=LIMIT_S)
-    run = lab.start(0, [*words_of(row, there), *listening(lab, key, sum(REMOTE))])
+    run = lab.start(0, [*words_of(row, there), *listening(lab, key, sum(REMOTE)), *placed(place)])
     hosts = [joining(lab, key, host, learners) for host, learners in enumerate(REMOTE, 1)]
     found = []
     for process in (run, *hosts):
@@ -147,6 +154,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="REGEX", help="strategies to train (default: all)")
     parser.add_argument("--bandwidth", default="300Mbit/s")
     parser.add_argument("--comings", type=int, default=0)
+    parser.add_argument("--place", choices=("first", "spread"), default="first", help="where servers are")
     given = parser.parse_args(words)
     rows = [row for row in ROWS if family_of(row.sync) == SERVER and re.search(given.only, row.sync)]
     failed = 0
@@ -160,7 +168,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"{'strategy':34}  three hosts  one host  ok")
         for number, row in enumerate(rows):
             (folder / str(number)).mkdir()
-            found, three, one = complaints_of(row, lab, key, folder / str(number))
+            found, three, one = complaints_of(row, lab, key, folder / str(number), place=given.place)
             print(f"{row.sync:34}  {100 * three:9.1f} %  {100 * one:6.1f} %  {'no' if found else 'yes'}", flush=True)
             for complaint in found:
                 print(f"    {complaint}", flush=True)

@@ -13,6 +13,7 @@ import mmap
 import os
 import resource
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -75,22 +76,41 @@ def protect(address: int, size_bytes: int) -> None:
         raise OffbeatError(f"cannot protect shared memory: {os.strerror(ctypes.get_errno())}")
 
 
-def create(size_bytes: int, what: str) -> tuple[Segment, int]:
-    """A new segment and its descriptor, which the caller closes. `OffbeatError` where the memory is not to be had."""
-    free = free_bytes()
-    if free is not None and free < size_bytes:
-        raise OffbeatError(
-            f"{what} needs {format_size(size_bytes)} of shared memory, but only {format_size(free)} is free"
-        )
-    descriptor = os.memfd_create("offbeat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+Span = tuple[int, int]  # of a segment: where it begins, and its size in bytes
+
+
+def create(size_bytes: int, what: str, spans: Sequence[Span] | None = None) -> tuple[Segment, int]:
+    """A new segment and its descriptor, which the caller closes. `OffbeatError` where the memory is not to be had.
+
+    With `spans`, only their pages are taken now; those of the rest when they are first written.
+    """
+    descriptor = new_file()
+    try:
+        return fill(descriptor, size_bytes, what, spans), descriptor
+    except OffbeatError:
+        os.close(descriptor)
+        raise
+
+
+def new_file() -> int:
+    """A segment without size yet (`fill`)."""
+    return os.memfd_create("offbeat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def fill(descriptor: int, size_bytes: int, what: str, spans: Sequence[Span] | None = None) -> Segment:
+    """Give a new file its size, as `create` does."""
+    taken = [(0, size_bytes)] if spans is None else [span for span in spans if span[1]]
+    needed, free = sum(size for _, size in taken), free_bytes()
+    if free is not None and free < needed:
+        raise OffbeatError(f"{what} needs {format_size(needed)} of shared memory, but only {format_size(free)} is free")
     try:
         os.ftruncate(descriptor, size_bytes)
-        os.posix_fallocate(descriptor, 0, size_bytes)
+        for start, size in taken:
+            os.posix_fallocate(descriptor, start, size)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        return Segment(descriptor, size_bytes), descriptor
+        return Segment(descriptor, size_bytes)
     except OSError as error:
-        os.close(descriptor)
-        raise OffbeatError(f"{what} needs {format_size(size_bytes)} of shared memory: {error.strerror}") from None
+        raise OffbeatError(f"{what} needs {format_size(needed)} of shared memory: {error.strerror}") from None
 
 
 def receive(descriptor: int, size_bytes: int, *, sealed: bool) -> Segment:

@@ -28,6 +28,7 @@ from offbeat.processes.ssh_hosts import (
 from offbeat.spec import parse_count
 from offbeat.strategy import ALL_REDUCE, family_of
 
+SPREAD = "spread"
 NETWORK_OPTIONS = (
     option(
         "--key",
@@ -136,6 +137,18 @@ def count_all(words: argparse.Namespace, remote: int, learners: int, default_her
             f"{remote} are on other hosts, so use --learners {remote + 1} or more"
         )
     return learners or remote + (default_here if here is None else here)
+
+
+def count_servers(words: argparse.Namespace, servers: int, remote: int | None) -> int:
+    """How many servers there are with --place spread: as many as hosts."""
+    if remote is None:
+        raise RequestError(f"--place {SPREAD} needs other hosts: --hosts, or --listen and --remote")
+    hosts = servers if words.hosts is None else 1 + len(others_of(words.hosts))
+    if hosts < 2:
+        raise RequestError(f"--place {SPREAD} needs --servers N: this host and N - 1 that join; got {hosts}")
+    if servers not in (1, hosts):
+        raise RequestError(f"--place {SPREAD} puts one server on each of {hosts} hosts, but --servers is {servers}")
+    return hosts
 
 
 def open_hosts(words: argparse.Namespace, remote: int, more: Sequence[str] = ()) -> OtherHosts:

@@ -9,7 +9,15 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from offbeat.commands.base import Command, option, print_json
-from offbeat.commands.network_options import HOST_OPTIONS, count_all, count_remote, open_hosts, use_network
+from offbeat.commands.network_options import (
+    HOST_OPTIONS,
+    SPREAD,
+    count_all,
+    count_remote,
+    count_servers,
+    open_hosts,
+    use_network,
+)
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.processes.torchrun_rank import torchrun_rank
 from offbeat.runs.run_folder import RunDir
@@ -57,6 +65,8 @@ def _run(words: argparse.Namespace) -> None:
         if words.successors and words.listen is None:
             raise RequestError("--successors needs --listen: hosts that ssh has started end with this one")
         successors = () if words.successors is None else parse_successors(words.successors)
+        if words.place == SPREAD:
+            config = changed(config, {"servers": count_servers(words, config.servers, remote)})
         if remote is not None:
             default = 0 if config.learners else learners_here(config)
             config = changed(config, {"learners": count_all(words, remote, config.learners, default)})
@@ -76,6 +86,7 @@ def _run(words: argparse.Namespace) -> None:
                 words.join_within,
                 programs=elsewhere.programs,
                 successors=successors,
+                spread=words.place == SPREAD,
             )
         config = start.config
         view = view_for(out, live=out.isatty(), quiet=words.quiet)
@@ -140,6 +151,14 @@ learners; with an all-reduce they may be on several hosts (docs/several-hosts.md
             metavar="ADDRESS:PORT,...",
             help="if this host is lost, the first of these that has joined with `offbeat work` continues the run from "
             "the newest checkpoint, and the others join it (needs --listen)",
+            group="network",
+        ),
+        option(
+            "--place",
+            choices=("first", SPREAD),
+            default="first",
+            help="where servers are: first, all on this host; spread, one here and one on each of the next hosts that "
+            "join, so that all links carry the load (default first)",
             group="network",
         ),
         *HOST_OPTIONS,

@@ -55,7 +55,19 @@ class ArenaLayout:
             {name: self._take(table.items * self.item) for name in table.states} for _ in range(STATE_COPIES)
         ]
         self.steps = [[self._take(8 * len(table.sizes)) for _ in range(2)] for _ in range(setting.shards)]
+        gradient = table.items * DTYPES[table.gradients].itemsize
+        self.staging = [self._take(gradient) for _ in range(setting.learners if setting.spread else 0)]
         self.size_bytes = self._end
+
+    def spans_of(self, shard: int) -> list[memory.Span]:
+        """What the host of one shard uses of all this, where shards are spread."""
+        start, end = self.table.shard(shard, self.setting.shards)
+        pushed = DTYPES[self.table.gradients].itemsize
+        vectors = [(at, self.item) for at in (*self.weights, *(at for one in self.states for at in one.values()))]
+        vectors += [(at, pushed) for at in self.slots]
+        spans = [(at + start * item, (end - start) * item) for at, item in vectors]
+        steps = [(at, 8 * len(self.table.sizes)) for at in self.steps[shard]]
+        return [(self.words, self.extra - self.words), (self.extra, self.table.extra * self.item), *spans, *steps]
 
     def _take(self, size_bytes: int) -> int:
         start = self._end
@@ -77,6 +89,8 @@ class Arena:
         ]
         self.steps = [[segment.tensor(torch.int64, len(table.sizes), at) for at in pair] for pair in layout.steps]
         self.extra = segment.tensor(dtype, table.extra, layout.extra)
+        # Where shards are spread: what a learner of this host has computed, for the server beside it to take over.
+        self.staging = [segment.tensor(travels, table.items, at) for at in layout.staging]
         self.offsets = table.offsets()
         self.segment = segment
         self._kept_views: dict[int, list[Tensor]] = {}  # by buffer,
@@ -103,8 +117,11 @@ class Arena:
 
     # --- the learner's side ------------------------------------------------------------------------------------------
 
-    def minibatch_begun(self, minibatch: int) -> None:
-        """What is filled from now on is of this minibatch (`stamp`)."""
+    def minibatch_begun(self, minibatch: int, grant: int) -> None:
+        """What is filled from now on is of this minibatch (`stamp`), which has its slot by this grant."""
+
+    def deliver(self, slot: int) -> None:
+        """Before a push is said: what was filled is where the servers find it, unless its minibatch was cancelled."""
 
     def awaited(self, pieces: Pieces, incarnation: int, pin: int) -> Pieces:
         """Where the weights are that were pinned under this number: when they are in this memory, where they must be

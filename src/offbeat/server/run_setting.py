@@ -28,6 +28,7 @@ class RunSetting:
     in_place: bool = False  # each learner has a buffer of weights of its own to read, until it is given another
     pause_every: int = 0  # updates, after which all stand still for a while; 0: never
     pause_epochs: bool = False  # the same at the end of each epoch
+    spread: bool = False  # each shard is on a host of its own; the first is that of the coordinator
     leaders: int = 0  # only the first so many give the initial weights and lead pauses; 0: all may
     book: dict[str, Any] | None = None  # of the samples, where a run goes on that was saved
     memory: dict[str, Any] | None = None  # of the policy, in the same way
@@ -45,6 +46,10 @@ class RunSetting:
         if slots > MOST_SLOTS:
             raise RequestError(
                 f"'{self.line}' holds up to {slots - self.learners + 1:,} gradients; the limit is {MOST_SLOTS:,}"
+            )
+        if self.spread and (self.codec is not None or self.down is not None):
+            raise RequestError(
+                f"'{self.line}': codecs need all servers on one host; remove codec= and down=, or --place spread"
             )
 
     def policy(self) -> Policy:

@@ -36,13 +36,25 @@ from offbeat.errors import OffbeatError
 from offbeat.network import keys
 from offbeat.network.connections import Place
 from offbeat.network.port import format_place, open_port
-from offbeat.processes.child import ChildProcess, RestartLimit, Stopwatch, describe_exit, die_with_parent, fork
+from offbeat.processes.child import (
+    ChildProcess,
+    RestartLimit,
+    Stopwatch,
+    describe_exit,
+    die_with_parent,
+    fork,
+)
 from offbeat.processes.launcher import SELF, Launcher, LaunchPlan
 from offbeat.server import handshake
+from offbeat.server.arena import Arena, ArenaLayout
 from offbeat.server.coordinator import coordinator_process
 from offbeat.server.coordinator.journal import new_files
 from offbeat.server.parameter_layout import ParameterLayout
-from offbeat.server.remote.gateway import Gateway, RemotePlan
+from offbeat.server.remote.gateway import Gateway, GatewayServers, RemotePlan
+from offbeat.server.remote.remote_road import GATEWAY
+from offbeat.server.remote.server_host import GENERATION
+from offbeat.server.remote.server_places import FIRST_HOST, ServerPlace, ServerPlaces
+from offbeat.server.remote.shard_data import ShardData, ShardRegions
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.shard import server_process
 from offbeat.server.wire import MOST_BYTES
@@ -95,6 +107,9 @@ class Supervisor(Launcher):
         self.draining = False
         self.coordinator: socket.socket | None = None
         self.gateway: socket.socket | None = None
+        self.servers_at: dict[int, ServerPlace] = {}  # on other hosts
+        listener = None if plan.remote is None else plan.remote.data_listener
+        self._data_port = 0 if listener is None else int(listener.getsockname()[1])  # a fork has no such descriptor
         self._quiet: memory.Segment | None = None
 
     # --- starting ---------------------------------------------------------------------------------------------------
@@ -155,6 +170,7 @@ class Supervisor(Launcher):
                 seed=seed,
                 supervisor=theirs,
                 tell=lambda text: coordinator_process.say(theirs, "say", text=text),
+                servers=self._servers_for(theirs),
             )
             coordinator_process.say(theirs, "ready", text="gateway")
             gateway.serve()
@@ -162,6 +178,36 @@ class Supervisor(Launcher):
         self._add_service("gateway", body, self._start_gateway, {theirs.fileno(), remote.listener.fileno()})
         theirs.close()
         self._watch(mine.fileno(), lambda: self._receive(mine))
+
+    def _servers_for(self, line: socket.socket) -> GatewayServers | None:
+        """What the gateway needs of servers on other hosts, where there are some."""
+        if not self.plan.setting.spread or self.plan.remote is None or self.plan.remote.data_listener is None:
+            return None
+        here = ServerPlace(FIRST_HOST, "", self._data_port)
+
+        def note(shard: int, place: ServerPlace) -> None:
+            text = f"{place.host.hex()} {place.address} {place.port}"
+            coordinator_process.say(line, "server", number=shard, text=text)
+
+        return GatewayServers(
+            places=ServerPlaces(self.plan.setting.shards, here, self.servers_at),
+            token_of=lambda shard: handshake.server_token(self.server_secret, shard, GENERATION),
+            note=note,
+            fail=lambda why: coordinator_process.say(line, "failed", text=why),
+        )
+
+    def _start_data(self) -> None:
+        """Where shards are spread: the process that serves the bytes of the first of them."""
+        remote = self.plan.remote
+        assert self.arena is not None and remote is not None and remote.data_listener is not None
+        (table, descriptor), listener = self.arena, remote.data_listener
+        setting = replace(self.plan.setting, clip_norm=table.clip_norm)
+
+        def body() -> None:
+            segment = memory.Segment(descriptor, ArenaLayout(table, setting).size_bytes)
+            ShardData(ShardRegions(Arena(segment, table, setting), 0), listener, remote.key).serve()
+
+        self._add_service("shard data", body, self._start_data, {descriptor, listener.fileno()})
 
     def _start_server(self, shard: int) -> None:
         self.generations[shard] += 1
@@ -190,6 +236,7 @@ class Supervisor(Launcher):
             "OFFBEAT_SYNC": self.plan.setting.line,
             "OFFBEAT_LEARNER": str(learner),
             "OFFBEAT_LEARNERS": str(self.plan.setting.learners),
+            **({GATEWAY: self.plan.remote.reached_here} if self.plan.remote is not None else {}),
         }
 
     # --- watching ---------------------------------------------------------------------------------------------------
@@ -216,8 +263,13 @@ class Supervisor(Launcher):
         if message.what == "arena" and self.arena is None and message.table is not None:
             self.arena = (message.table, descriptors.pop(0))
             self._quiet = memory.Segment(self.arena[1], 4096)  # its first word says whether anybody is there
-            for shard in range(message.number):
+            for shard in range(1 if self.plan.setting.spread else message.number):
                 self._start_server(shard)
+            if self.plan.setting.spread:
+                self._start_data()
+        elif message.what == "server":
+            host, address, port = message.text.split()
+            self.servers_at[message.number] = ServerPlace(bytes.fromhex(host), address, int(port))
         elif message.what == "ready":
             self._recovered(message.text)
         elif message.what == "learner":
@@ -320,6 +372,8 @@ class Supervisor(Launcher):
                 one.close()
         if self.plan.remote is not None:
             self.plan.remote.listener.close()
+            if self.plan.remote.data_listener is not None:
+                self.plan.remote.data_listener.close()
         if self.arena is not None:
             os.close(self.arena[1])
 
@@ -333,6 +387,8 @@ def main(words: list[str]) -> int:
     log = Path(given["log"]) if given["log"] else None
     try:
         remote = _places_at(given["listen"]) if given.get("listen") else None
+        if remote is not None and given["setting"].get("spread"):
+            remote = remote.spread()
         plan = ServerPlan(setting=RunSetting(**given["setting"]), seed=given["seed"], log=log, remote=remote)
         with Supervisor(plan, lambda name, line: print(f"{name}: {line}", file=sys.stderr)) as supervisor:
             supervisor.start()

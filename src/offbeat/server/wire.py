@@ -238,6 +238,7 @@ class Go(SessionMessage, frozen=True):
 
     `pieces` are buffer and version of each commit group. An older minibatch that is still open is cancelled by this.
     `unused` is the last minibatch that you had begun whose gradient is not used: cancelled, or dropped when it came.
+    `grant` orders all that were ever given a slot, where shards are spread over hosts: the later one may write to it.
     """
 
     seq: Seq
@@ -246,6 +247,7 @@ class Go(SessionMessage, frozen=True):
     pin: Number = 0
     pieces: Pieces = ()
     unused: Seq = 0
+    grant: Number = 0
 
 
 class Weights(SessionMessage, frozen=True):

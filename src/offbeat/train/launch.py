@@ -600,7 +600,8 @@ def _launcher(start: Start, body: Callable[[int], int], on_line: Callable[[str, 
         return RankLauncher(plan, config.processes, on_line, private=True)
     extra = setting_of(config, start.checkpoint)
     if start.remote is not None:
-        extra |= {"leaders": start.remote.first, "start_by_s": start.join_s}
+        spread = start.remote.data_listener is not None
+        extra |= {"leaders": start.remote.first, "start_by_s": start.join_s, "spread": spread}
     served = ServerPlan(
         setting=RunSetting(line=config.sync, learners=config.learners, shards=config.servers, **extra),
         remote=start.remote,

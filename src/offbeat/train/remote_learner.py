@@ -69,6 +69,8 @@ def open_places(
     join_s: float | None,
     programs: Sequence[HostProgram] = (),
     successors: Sequence[str] = (),
+    *,
+    spread: bool = False,
 ) -> Start:
     """Places for so many learners from other hosts, and what these are told."""
     checkpoint, run = start.checkpoint, start.run
@@ -91,7 +93,7 @@ def open_places(
         programs=programs,
         folder=run.path.absolute(),
     )
-    return replace(start, remote=plan, join_s=join_s)
+    return replace(start, remote=plan.spread() if spread else plan, join_s=join_s)
 
 
 class _SavedAt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -112,7 +112,8 @@ class ToSupervisor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     "arena": here is the memory, for this table; `number` servers are to be started. "ready": a server or the
     coordinator (`text`) works. "learner": this process has come, under this nonce. "replace": this server says what
     cannot be. "begin": not all learners will come; begin with those that are there. "ended": this learner will not come
-    again. "say": something worth knowing. "failed": the run cannot go on, and why. "finish": the run is over.
+    again. "server": this host has this shard. "say": something worth knowing. "failed": the run cannot go on, and why.
+    "finish": the run is over.
     "summary": what there is to tell of it.
     """
 
@@ -230,9 +231,15 @@ class CoordinatorProcess:
         table.check()
         check_rule(table)
         setting = self._setting_for(table)
-        size_bytes = ArenaLayout(table, setting).size_bytes
-        self.descriptor = memory.create(size_bytes, "the parameter server")[1] if held is None else held
-        arena = Arena(memory.Segment(self.descriptor, size_bytes), table, setting)
+        if setting.spread and table.in_place:
+            raise OffbeatError("in_place=True needs all servers on the host of the learner; remove --place spread")
+        layout = ArenaLayout(table, setting)
+        if held is None:
+            spans = layout.spans_of(0) if setting.spread else None
+            self.descriptor = memory.create(layout.size_bytes, "the parameter server", spans)[1]
+        else:
+            self.descriptor = held
+        arena = Arena(memory.Segment(self.descriptor, layout.size_bytes), table, setting)
         if held is None:
             self._begin(arena, None)
             servers = 0 if self._is_inside(table) else setting.shards
@@ -523,6 +530,9 @@ class CoordinatorProcess:
         if len(same) >= MOST_OF_ONE:
             raise OffbeatError(f"{said.role} {said.number} has {len(same)} connections already")
         if self.arena is None:
+            if said.role == "server":  # of another host, which was there before any learner: it tries again
+                self._turn_away(one)
+                return
             if said.table is None:
                 raise OffbeatError("no learner has sent a model yet")
             if said.number >= (self.setting.leaders or self.setting.learners):

@@ -141,6 +141,8 @@ class Grants:
         self._group_of = {shard: group for group in self.commit_groups for shard in group.shards}
         self.keeps_reads = setting.keeps_reads
         self.in_place = setting.in_place
+        self.spread = setting.spread
+        self.granted = 0  # Gos, where shards are spread
         self.slots = setting.slots
         self.free_slots = list(range(setting.slots))
         self.generations: dict[int, int] = {}
@@ -185,7 +187,10 @@ class Grants:
         version, weights = session.grant
         if weights:
             session.pieces = session.ready
-        session.go = Go(*session.name, session.seq, version, session.slot, session.pin, session.ready, session.unused)
+        self.granted += self.spread
+        session.go = Go(
+            *session.name, session.seq, version, session.slot, session.pin, session.ready, session.unused, self.granted
+        )
         session.grant = session.ready = None
         return session.go
 

@@ -44,6 +44,7 @@ class MachineState(msgspec.Struct, kw_only=True):
     updates: list[PendingUpdate]
     groups: list[GroupState]
     free_slots: list[int]
+    granted: int
     generations: dict[int, int]
     skew: dict[int, int]
     policy: dict[str, Any]
@@ -95,6 +96,7 @@ def take(machine: Coordinator) -> MachineState:
             for group in grants.commit_groups
         ],
         free_slots=grants.free_slots,
+        granted=grants.granted,
         generations=grants.generations,
         skew=grants.skew,
         policy=machine.policy.snapshot(),
@@ -126,7 +128,8 @@ def restore(machine: Coordinator, state: MachineState) -> None:
         group.version, group.buffer, group.pins, group.number = kept.version, kept.buffer, kept.pins, kept.number
         group.queue = deque(state.updates[place] for place in kept.queue)
         group.job, group.sums, group.clip = kept.job, kept.sums, kept.clip
-    grants.free_slots, grants.generations, grants.skew = state.free_slots, state.generations, Counter(state.skew)
+    grants.free_slots, grants.granted = state.free_slots, state.granted
+    grants.generations, grants.skew = state.generations, Counter(state.skew)
     machine.policy.restore(state.policy)
     wake.at_s, wake._set_s, wake._paused_s = state.wake
     for name in _PAUSES:

@@ -97,7 +97,7 @@ class ConnectionState:
         self.previous = 0  # the incarnation before
         self.refused: str | None = None
         self.left = False  # it has said goodbye
-        self.version = self.slot = 0  # of the minibatch begun last
+        self.version = self.slot = self.grant = 0  # of the minibatch begun last
         self.over = False  # the run is
         self.wants_end = False  # of the run
         self.wants_pause = False  # that it leads
@@ -237,7 +237,7 @@ class ConnectionState:
         go = self.go
         assert go is not None and not self.working
         self.go = None
-        self.seq, self.version, self.slot = go.seq, go.version, go.slot
+        self.seq, self.version, self.slot, self.grant = go.seq, go.version, go.slot, go.grant
         self.working = True
         self._answer = None
         self.must_seed = self._seeds = False
@@ -481,7 +481,7 @@ class Connection:
     def minibatch_begun(self) -> None:
         """From now on `is_cancelled` is about the minibatch that the state has begun."""
         self._stamp = stamp(self.state.incarnation, self.state.seq)
-        self.arena.minibatch_begun(self._stamp)
+        self.arena.minibatch_begun(self._stamp, self.state.grant)
 
     def is_cancelled(self) -> bool:
         """Whether the minibatch that is open is not wanted: two comparisons, of a shared word and of our own."""

@@ -182,6 +182,7 @@ class PushMode(GradientSink):
                 self.arena.encode(self.state.slot, self.feedback)
                 self._coded = self.state.incarnation, self.state.seq
         self.sent_bytes += self.rule.push_bytes(self.arena.slots[0].nbytes)
+        self.arena.deliver(self.state.slot)
         self.connection.say(
             ConnectionState.push,
             samples=report.samples,

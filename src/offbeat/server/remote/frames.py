@@ -50,6 +50,10 @@ class Channel(IntEnum):
     DOWN_CONTROL = 3
     DOWN_DATA = 4
     FOLLOW = 5  # a host that hears whether the run is there, and is sent checkpoints; not one of a learner's four
+    SERVER = 6  # a host offers a server: jobs to it, and what it answers; `server_host`
+    SERVERS = 7  # a learner asks where the servers are; `spread_arena`
+    SHARD_UP = 8  # learner -> the host of a shard: gradients, and questions whether they are there
+    SHARD_DOWN = 9  # the same, for requests to read; each is answered on the same connection
 
 
 LEARNER_CHANNELS = (Channel.UP_CONTROL, Channel.UP_DATA, Channel.DOWN_CONTROL, Channel.DOWN_DATA)
@@ -62,13 +66,15 @@ class Kind(IntEnum):
     BEAT = 2  # a sign of life
     WRITE = 3  # payload: bytes of a region; `number` says of which minibatch or incarnation
     PART = 4  # payload: bytes of what a learner hands in, in pause `number`; `which` 1: these are the last
-    READ = 5  # send me these regions, under `number`; `which`: a `Reading`
+    READ = 5  # send me these regions, under `number`; `which`: a `Reading`. Of a shard: `number` bytes from `offset`
     WORDS = 6  # payload: `Words`
     DATA = 7  # payload: bytes of a region, asked for or pinned under `number`
     END = (
         8  # of what is sent under `number`: `which` 1 if it is whole; `offset`: for which incarnation; payload: `Words`
     )
     AGAIN = 9  # the coordinator is another one: say again what was not answered
+    TAKE = 10  # the gradient is in the staging memory of learner `offset`: take it over, as a WRITE would
+    FLUSH = 11  # say this again when all before it is done; `number` counts them
 
 
 class Region(IntEnum):
@@ -81,6 +87,7 @@ class Region(IntEnum):
     STATE = 4  # of the optimizer; `which` says which
     STEPS = 5
     ROUNDED = 6  # weights as a payload of the codec for them
+    COMMITTED = 7  # version and buffer of each commit group
 
 
 class Reading(IntEnum):
@@ -88,6 +95,7 @@ class Reading(IntEnum):
 
     LAST = 1  # the weights as they are
     CURRENT = 2  # weights and optimizer state, in a pause that it leads
+    COMMITTED = 3  # where the weights are, where others hold them; and the words, as they are after that
 
 
 _MOST_PAYLOAD = {
@@ -104,6 +112,9 @@ ALLOWED = {
     Channel.UP_DATA: frozenset((Kind.MESSAGE, Kind.WRITE, Kind.PART)),
     Channel.DOWN_CONTROL: frozenset((Kind.MESSAGE, Kind.WORDS, Kind.AGAIN)),
     Channel.DOWN_DATA: frozenset((Kind.DATA, Kind.END, Kind.WORDS)),
+    Channel.SERVER: frozenset((Kind.MESSAGE,)),
+    Channel.SHARD_UP: frozenset((Kind.WRITE, Kind.TAKE, Kind.FLUSH)),
+    Channel.SHARD_DOWN: frozenset((Kind.READ, Kind.DATA)),
 }
 
 
@@ -159,7 +170,7 @@ class Greeting(NamedTuple):
     """What whoever connects says first: what the connection is for, of which learner, for which host and session."""
 
     channel: Channel
-    learner: int  # its number; to ENTER: how many; to FOLLOW: 1 if checkpoints are wanted
+    learner: int  # its number; to ENTER: how many; to FOLLOW: 1 if checkpoints are wanted; to SERVER: the host's port
     host: bytes  # 16 bytes that name the process that asked for places
     session: bytes  # 16 bytes that the four connections of a learner have in common
 

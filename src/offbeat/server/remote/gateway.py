@@ -14,12 +14,13 @@ connect to the next one, say which places they had, and join again.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -27,7 +28,7 @@ import msgspec
 from offbeat.errors import OffbeatError, PeerError, RequestError
 from offbeat.network.connections import AnyConnection, Place
 from offbeat.network.keys import RunKey
-from offbeat.network.port import Guest, Port, dial, raw_of, receive_all, send_all
+from offbeat.network.port import Guest, Port, dial, format_place, listen, raw_of, receive_all, send_all
 from offbeat.network.streams import ClosedError
 from offbeat.processes.child import ChildProcess, fork
 from offbeat.processes.ssh_hosts import HostProgram
@@ -46,6 +47,8 @@ from offbeat.server.remote.frames import (
     unpack_greeting,
 )
 from offbeat.server.remote.road_process import RoadOptions, RoadProcess
+from offbeat.server.remote.server_host import serve_road
+from offbeat.server.remote.server_places import ServerPlace, ServerPlaces
 from offbeat.spec import count_of
 
 KEPT_S = 5.0
@@ -73,6 +76,29 @@ class RemotePlan:
     hand_in: Callable[[int, int, bytes], None] = lambda pause, learner, part: None
     programs: Sequence[HostProgram] = ()  # that bring them, and are started with the run
     folder: Path | None = None  # of the run, whose checkpoints other hosts may have
+    data_listener: socket.socket | None = None  # where the first shard's bytes are served; None: not spread
+
+    def spread(self) -> RemotePlan:
+        """The same, with each shard on a host of its own."""
+        address = self.listener.getsockname()[0]
+        return replace(self, data_listener=listen(Place(address, 0), "--place spread"))
+
+    @property
+    def reached_here(self) -> str:
+        """Where processes of this host reach the run's port."""
+        address, port = self.listener.getsockname()[:2]
+        loopback = "::1" if ":" in address else "127.0.0.1"
+        return format_place(Place(loopback if ipaddress.ip_address(address).is_unspecified else address, port))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayServers:
+    """What the gateway needs where shards are spread over hosts."""
+
+    places: ServerPlaces
+    token_of: Callable[[int], str]  # with which the server of a shard comes to the coordinator
+    note: Callable[[int, ServerPlace], None]  # for the gateway that may come after this one
+    fail: Callable[[str], None]  # the run cannot go on
 
 
 class Entered(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="entered"):
@@ -87,6 +113,7 @@ class Entered(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ente
     seed: int = 0
     told: bytes = b""
     sizes: tuple[int, ...] = ()  # of the files
+    spread: bool = False  # each host offers a server too
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -149,6 +176,7 @@ class Gateway:
         seed: int,
         supervisor: socket.socket,
         tell: Callable[[str], None],
+        servers: GatewayServers | None = None,
     ) -> None:
         self.plan, self.coordinator, self.token = plan, coordinator, token
         self.learners, self.line, self.seed, self.tell = learners, line, seed, tell
@@ -158,15 +186,21 @@ class Gateway:
         self._sessions: dict[bytes, tuple[float, dict[Channel, AnyConnection], Greeting, str]] = {}
         self._roads: dict[int, ChildProcess] = {}
         self._answers: list[ChildProcess] = []
+        self._servers = servers
+        self._server_roads: dict[int, ChildProcess] = {}
+        self._servers_missing_told = False
 
     def serve(self) -> None:
         """Until the supervisor is gone."""
         while True:
-            guests = self._port.poll(_POLL_S, [child.pidfd for child in self._roads.values()])
+            children = (*self._roads.values(), *self._server_roads.values())
+            guests = self._port.poll(_POLL_S, [child.pidfd for child in children])
             now_s = time.monotonic()
             for number, child in list(self._roads.items()):
                 if _has_ended(child):
                     self._reap(number, now_s)
+            if self._servers is not None:
+                self._check_servers(self._servers, now_s)
             for child in [one for one in self._answers if _has_ended(one)]:
                 child.wait()
                 self._answers.remove(child)
@@ -188,6 +222,18 @@ class Gateway:
             folder = self.plan.folder if greeting.learner else None
             self._answer(guest, lambda: serve_copies(guest.connection, folder))
             return
+        if greeting.channel is Channel.SERVERS and self._servers is not None:
+            places = self._servers.places
+            if places.missing and not self._servers_missing_told:
+                self._servers_missing_told = True
+                self.tell(f"waits for {count_of(places.missing, 'more host')} with a server")
+            self._answer(guest, lambda: send_all(guest.connection, [places.answer()]))
+            return
+        if greeting.channel is Channel.SERVER and self._servers is not None:
+            self._start_server_road(self._servers, guest, greeting, now_s)
+            return
+        if greeting.channel not in LEARNER_CHANNELS:
+            raise FrameError(f"a connection for {greeting.channel.name}, which this run has no use for")
         if len(self._sessions) >= MOST_SESSIONS:
             oldest = next(iter(self._sessions))
             self._forget(oldest, self._sessions[oldest][1])
@@ -222,6 +268,7 @@ class Gateway:
             seed=self.seed,
             told=self.plan.told if places else b"",
             sizes=tuple(map(len, files)),
+            spread=self._servers is not None,
         )
 
         def send() -> None:
@@ -276,6 +323,43 @@ class Gateway:
             )
         for one in connections.values():
             raw_of(one).close()
+
+    # --- servers on other hosts -------------------------------------------------------------------------------------
+
+    def _start_server_road(self, servers: GatewayServers, guest: Guest, greeting: Greeting, now_s: float) -> None:
+        place = ServerPlace(greeting.host, guest.address, greeting.learner)
+        shard = servers.places.offer(place)
+        if shard is None:
+            refused = handshake.encode_accept(handshake.Accept(refused="all servers have a host"))
+            header = Header(Kind.MESSAGE, size=len(refused))
+            self._answer(guest, lambda: send_all(guest.connection, [header.pack(), refused]))
+            return
+        if shard in self._server_roads:  # it comes again before we have seen that it was gone
+            before = self._server_roads.pop(shard)
+            before.kill()
+            before.wait()
+        servers.note(shard, place)
+        keep = {raw_of(guest.connection).fileno(), self._supervisor.fileno()}
+        self._server_roads[shard] = fork(
+            f"road of server {shard} ({guest.address})",
+            lambda: serve_road(self.coordinator, servers.token_of(shard), shard, guest.connection),
+            keep=keep,
+            captured=False,
+        )
+        raw_of(guest.connection).close()
+
+    def _check_servers(self, servers: GatewayServers, now_s: float) -> None:
+        for shard, child in list(self._server_roads.items()):
+            if _has_ended(child):
+                self._server_roads.pop(shard).wait()
+                servers.places.left(shard, now_s)
+        lost = servers.places.lost(now_s)
+        if lost is not None:
+            where = servers.places.place_of(lost).address
+            servers.fail(
+                f"server {lost} on {where} is lost, and its part of the parameters with it; continue from the newest "
+                "checkpoint with --resume"
+            )
 
     def _reap(self, number: int, now_s: float) -> None:
         self._roads.pop(number).wait()

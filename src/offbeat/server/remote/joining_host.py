@@ -11,13 +11,18 @@ import select
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from offbeat.collectives import memory
+from offbeat.network import keys
+from offbeat.network.addresses import address_towards
 from offbeat.network.connections import Place
-from offbeat.network.port import format_place
-from offbeat.processes.child import Stopwatch
-from offbeat.processes.launcher import GRACE_S, Launcher, LaunchPlan
+from offbeat.network.port import format_place, listen
+from offbeat.processes.child import Stopwatch, describe_exit, fork
+from offbeat.processes.launcher import GRACE_S, SELF, Launcher, LaunchPlan
 from offbeat.processes.signals import terminable
 from offbeat.server.remote.gateway import Entered
 from offbeat.server.remote.remote_road import SCHEME
+from offbeat.server.remote.server_host import ServerHost
+from offbeat.server.supervisor import STOPPED_S
 
 _LEFT = (143, 130, -15)  # how learners end that were asked to
 
@@ -37,6 +42,56 @@ class _HostLauncher(Launcher):
     def __init__(self, joined: JoinedHost, plan: LaunchPlan, on_line: Callable[[str, str], None]) -> None:
         super().__init__(plan, len(joined.entered.places), on_line)
         self._joined = joined
+        self.server: ServerHost | None = None
+        if joined.entered.spread:
+            own = Place(address_towards(joined.place.address), 0)
+            self.server = ServerHost(
+                run=joined.place,
+                key=keys.key_of(),
+                host=joined.host,
+                descriptor=memory.new_file(),
+                listener=listen(own, "--place spread"),
+            )
+        self.serves = False  # a server of the run is on this host
+        self.leaves = False  # this host does not wait for the end of the run
+
+    def start(self) -> None:
+        if self.server is not None:
+            self._start_server(self.server)
+        super().start()
+
+    def _start_server(self, server: ServerHost) -> None:
+        """A server that was killed is replaced, on the same memory; one that ends by itself has no run any more."""
+        keep = {server.descriptor, server.listener.fileno()}
+        child = fork("server", server.serve, keep=keep, captured=False)
+        self.serves = True
+        self._server_child = child
+
+        def ended(code: int) -> None:
+            self.serves = code < 0 and not self._closing
+            if self.serves:
+                self.on_line(SELF, f"the server of this host died ({describe_exit(code)}) and is restarted")
+                self._start_server(server)
+
+        self._add(child, ended)
+
+    def poll(self) -> None:
+        """Also replace a server that was stopped for too long."""
+        super().poll()
+        if self.serves and self._server_child.stopped_s() > STOPPED_S:
+            self._server_child.kill()
+
+    def finish(self) -> str | None:
+        """The learners of this host have ended: its server stays until the run does."""
+        while self.serves and not self.leaves:
+            self.poll()
+        return None
+
+    def close(self) -> None:
+        super().close()
+        if self.server is not None:
+            os.close(self.server.descriptor)
+            self.server.listener.close()
 
     def name_of(self, learner: int) -> str:
         return f"learner {self._joined.entered.places[learner]}"
@@ -49,6 +104,7 @@ class _HostLauncher(Launcher):
             "OFFBEAT_SYNC": entered.line,
             "OFFBEAT_LEARNER": str(entered.places[learner]),
             "OFFBEAT_LEARNERS": str(entered.learners),
+            **({} if self.server is None else self.server.environment),
         }
 
 
@@ -68,11 +124,12 @@ def run_learners(
             nonlocal told, is_open
             is_open = is_open and not (attached and _is_closed(0))
             if (signals.received or not is_open) and not told:
-                told = True
+                told = launcher.leaves = True
                 launcher.ask_to_end()
             if leaving.seconds(not is_open) > GRACE_S:
                 launcher.kill_learners()
             if is_lost():
+                launcher.leaves = True
                 for learner in tuple(launcher.learners):
                     launcher.give_up(learner)
 

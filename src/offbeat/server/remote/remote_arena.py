@@ -55,6 +55,7 @@ class RemoteArena(Arena):
         slot = torch.zeros(table.items, dtype=DTYPES[table.gradients])
         self.slots = [slot] * setting.slots  # whichever is granted
         self.extra = torch.zeros(table.extra, dtype=dtype)
+        self.staging = []
         self.states = [{}]
         self.steps = []
         self.offsets = table.offsets()
@@ -82,23 +83,23 @@ class RemoteArena(Arena):
 
     # --- what the learner does --------------------------------------------------------------------------------------
 
-    def minibatch_begun(self, minibatch: int) -> None:
+    def minibatch_begun(self, minibatch: int, grant: int) -> None:
         self._minibatch = minibatch
 
     def fill(self, slot: int, index: int, gradient: Tensor) -> float:
         square = super().fill(slot, index, gradient)
-        self._send_gradient(self.offsets[index], self.table.sizes[index])
+        self._send_gradient(slot, self.offsets[index], self.table.sizes[index])
         return square
 
     def clear(self, slot: int, indices: Iterable[int]) -> None:
         absent = tuple(indices)
         super().clear(slot, absent)
         for index in absent:
-            self._send_gradient(self.offsets[index], self.table.sizes[index])
+            self._send_gradient(slot, self.offsets[index], self.table.sizes[index])
 
     def put(self, slot: int, vector: Tensor) -> None:
         super().put(slot, vector)
-        self._send_gradient(0, self.table.items)
+        self._send_gradient(slot, 0, self.table.items)
 
     def encode(self, slot: int, feedback: Feedback) -> None:
         assert self._coded is not None
@@ -111,7 +112,7 @@ class RemoteArena(Arena):
         """As they are: they were rounded before they were sent."""
         return weights
 
-    def _send_gradient(self, start: int, items: int) -> None:
+    def _send_gradient(self, slot: int, start: int, items: int) -> None:
         if self._coded is not None:  # it is sent when all of it is there
             return
         offset, size = start * self._item, items * self._item

@@ -17,9 +17,6 @@ import socket
 import struct
 import threading
 import time
-import weakref
-from collections import deque
-from dataclasses import dataclass
 
 from msgspec import structs
 
@@ -30,6 +27,7 @@ from offbeat.network.keys import RunKey
 from offbeat.network.port import RefusedError, check_trust, dial, parse_place, raw_of, receive_all, send_all, shut
 from offbeat.network.streams import ClosedError
 from offbeat.server import handshake
+from offbeat.server.arena import Arena
 from offbeat.server.remote.frames import (
     HEADER_BYTES,
     LEARNER_CHANNELS,
@@ -41,90 +39,20 @@ from offbeat.server.remote.frames import (
     Header,
     Kind,
     Reading,
-    Region,
     unpack,
     unpack_words,
 )
+from offbeat.server.remote.outgoing import NOT_SENT_BYTES, Outgoing, close_in_children
 from offbeat.server.remote.remote_arena import RemoteArena
+from offbeat.server.remote.spread_arena import SpreadArena
 from offbeat.server.wire import MOST_BYTES, Paused, Push, Seeded, Welcome, WireError, decode_input, decode_output
 
 SCHEME = "tcp://"
+GATEWAY = "OFFBEAT_GATEWAY"  # where a learner on the host of the run finds out where its servers are
 BEAT_S = 0.2
 ANSWER_S = 15.0  # for the road process to say whether the learner is in; after that it tries again
 _DRAIN_S = 1.0  # at the end, for what was not sent yet
-_NOT_SENT_BYTES = 128 * 1024  # that the kernel takes of gradients and has not sent: they can be cancelled no more
 AFTER_DATA = Push | Seeded | Paused
-
-
-@dataclass(slots=True)
-class _Write:
-    """Bytes of a region that are to be sent."""
-
-    header: Header  # without its offset and size
-    region: memoryview
-    start: int
-    end: int
-
-    def take(self, start: int, end: int) -> bool:
-        """Whether these bytes are sent with it, too."""
-        if start > self.end or end < self.start:
-            return False
-        self.start, self.end = min(start, self.start), max(end, self.end)
-        return True
-
-
-class Outgoing:
-    """What waits to be sent on UP_DATA, in order: bytes of regions, and messages that follow them."""
-
-    def __init__(self) -> None:
-        self._queue: deque[_Write | tuple[Header, bytes]] = deque()
-        self._changed = threading.Condition()
-        self._busy = False
-
-    def write(self, header: Header, region: memoryview) -> None:
-        what, start = header._replace(size=0, offset=0), header.offset
-        with self._changed:
-            last = self._queue[-1] if self._queue else None
-            joins = isinstance(last, _Write) and last.header == what and last.take(start, start + header.size)
-            if not joins:
-                self._queue.append(_Write(what, region, start, start + header.size))
-            self._changed.notify()
-
-    def add(self, header: Header, payload: bytes) -> None:
-        with self._changed:
-            if (header, payload) not in self._queue:  # said again, while it waits
-                self._queue.append((header, payload))
-            self._changed.notify()
-
-    def next(self, cancelled: int) -> tuple[Header, memoryview | bytes] | None:
-        """The next frame, in some time; None: there is none yet. Gradients of minibatches up to `cancelled` are
-        left out."""
-        with self._changed:
-            self._busy = False
-            if not self._queue:
-                self._changed.notify_all()
-                self._changed.wait(BEAT_S)
-            while self._queue:
-                first = self._queue[0]
-                if isinstance(first, tuple):
-                    self._queue.popleft()
-                    self._busy = True
-                    return first
-                if first.header.region is Region.GRADIENT and first.header.number <= cancelled:
-                    self._queue.popleft()
-                    continue
-                start, end = first.start, min(first.end, first.start + PIECE_BYTES)
-                first.start = end
-                if end == first.end:
-                    self._queue.popleft()
-                self._busy = True
-                return first.header._replace(size=end - start, offset=start), first.region[start:end]
-            return None
-
-    def drain(self, timeout_s: float) -> None:
-        """Until all is sent, or time has passed."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._queue and not self._busy, timeout_s)
 
 
 class Link:
@@ -139,9 +67,9 @@ class Link:
         self._saying = threading.Lock()  # of UP_CONTROL
         self._closing = threading.Lock()
         self._cancel, _, self._beat = arena.learner_words[0]
-        raw_of(connections[Channel.UP_DATA]).setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _NOT_SENT_BYTES)
+        raw_of(connections[Channel.UP_DATA]).setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOT_SENT_BYTES)
         self._carrier: threading.Thread | None = None
-        _close_in_children(self)
+        close_in_children(self)
 
     def start(self) -> None:
         self.arena.connected(self)
@@ -340,7 +268,9 @@ class RemoteRoad:
             if accepted.setting is None or own.table is None:
                 raise PeerError("the run's answer was incomplete")
             self._accepted = structs.replace(accepted, start_s=time.monotonic() - half_s - accepted.start_s)
-            if self._arena is None:
+            if self._arena is None and accepted.setting.spread:
+                self._arena = SpreadArena(own.table, accepted.setting, self._learner, self._place, self._key)
+            elif self._arena is None:
                 self._arena = RemoteArena(own.table, accepted.setting, self._learner)
             return Link(opened, self._arena)
         except BaseException as error:
@@ -372,24 +302,35 @@ class RemoteRoad:
     def close(self) -> None:
         if self._link is not None:
             self._link.close()
+        if isinstance(self._arena, SpreadArena):
+            self._arena.close()
+
+
+class LocalRoad:
+    """A run on this host, whose servers may be on others."""
+
+    def __init__(self, name: str, learner: int) -> None:
+        self._road, self._learner = handshake.LocalRoad(name), learner
+        self._spread: SpreadArena | None = None
+
+    def connect(self, own: handshake.Handshake, timeout_s: float) -> tuple[socket.socket, handshake.Accept, Arena]:
+        one, accepted, arena = self._road.connect(own, timeout_s)
+        if not arena.setting.spread:
+            return one, accepted, arena
+        if self._spread is None:
+            run = parse_place(os.environ[GATEWAY], GATEWAY)
+            self._spread = SpreadArena(arena.table, arena.setting, self._learner, run, keys.key_of(), arena)
+        return one, accepted, self._spread
+
+    def close(self) -> None:
+        if self._spread is not None:
+            self._spread.close()
 
 
 def road_to(listener: str, token: str, learner: int) -> handshake.Road:
     """To a run on this host by the name of its listener, or to `tcp://ADDRESS:PORT` with the key of the environment."""
     if not listener.startswith(SCHEME):
-        return handshake.LocalRoad(listener)
+        return LocalRoad(listener, learner)
     place, key = parse_place(listener.removeprefix(SCHEME), "the run's address"), keys.key_of()
     check_trust(place, key, is_open=keys.is_open(), what="the run's address")
     return RemoteRoad(place, key, learner, bytes.fromhex(token))
-
-
-def _close_in_children(link: Link) -> None:
-    """A process that is forked off (to load data) must not keep the connections open when its parent dies."""
-    known = weakref.ref(link)
-
-    def close() -> None:
-        mine = known()
-        if mine is not None:
-            mine.drop()
-
-    os.register_at_fork(after_in_child=close)

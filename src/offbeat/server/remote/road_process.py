@@ -348,7 +348,7 @@ class RoadProcess:
             with self._lock:
                 pinned = self.state.told(message)
             self._say(Header(Kind.MESSAGE, size=len(data)), data)
-            if pinned is not None:
+            if pinned is not None and not self.arena.setting.spread:  # else each shard's host sends its own
                 self._jobs.put(pinned)
 
     def _words(self) -> Words:
@@ -426,9 +426,13 @@ class RoadProcess:
         def always() -> bool:
             return True
 
+        if job.reading is Reading.COMMITTED:
+            words = [word.get() for pair in self.arena.committed for word in pair]
+            self._send_region(Region.COMMITTED, 0, torch.tensor(words, dtype=torch.int64), job.number, always)
+            return True
         if job.reading is Reading.LAST:
-            words = tuple((buffer.get(), version.get()) for version, buffer in self.arena.committed)
-            self._send_region(Region.WEIGHTS, ASK_BUFFER, self.arena.gather(words), job.number, always)
+            last = self.arena.gather(self.arena.last())
+            self._send_region(Region.WEIGHTS, ASK_BUFFER, last, job.number, always)
             return True
         kept = self.arena.current()
         self._send_region(Region.WEIGHTS, ASK_BUFFER, kept["weights"], job.number, always)

@@ -1,0 +1,105 @@
+"""What waits to be sent to another host, by one thread: bytes of regions in pieces, and messages after them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+from offbeat.server.remote.frames import PIECE_BYTES, Header, Region
+
+NOT_SENT_BYTES = 128 * 1024  # that the kernel takes of gradients and has not sent: they can be cancelled no more
+_LOOK_S = 0.2  # where there is nothing to send
+
+
+@dataclass(slots=True)
+class _Write:
+    """Bytes of a region that are to be sent."""
+
+    header: Header  # without its offset and size
+    region: memoryview
+    start: int
+    end: int
+
+    def take(self, start: int, end: int) -> bool:
+        """Whether these bytes are sent with it, too."""
+        if start > self.end or end < self.start:
+            return False
+        self.start, self.end = min(start, self.start), max(end, self.end)
+        return True
+
+
+class Outgoing:
+    """What waits to be sent on UP_DATA, in order: bytes of regions, and messages that follow them."""
+
+    def __init__(self) -> None:
+        self._queue: deque[_Write | tuple[Header, bytes]] = deque()
+        self._changed = threading.Condition()
+        self._busy = False
+
+    def write(self, header: Header, region: memoryview) -> None:
+        what, start = header._replace(size=0, offset=0), header.offset
+        with self._changed:
+            last = self._queue[-1] if self._queue else None
+            joins = isinstance(last, _Write) and last.header == what and last.take(start, start + header.size)
+            if not joins:
+                self._queue.append(_Write(what, region, start, start + header.size))
+            self._changed.notify()
+
+    def add(self, header: Header, payload: bytes) -> None:
+        with self._changed:
+            if (header, payload) not in self._queue:  # said again, while it waits
+                self._queue.append((header, payload))
+            self._changed.notify()
+
+    def next(self, cancelled: int) -> tuple[Header, memoryview | bytes] | None:
+        """The next frame, in some time; None: there is none yet. Gradients of minibatches up to `cancelled` are
+        left out."""
+        with self._changed:
+            self._busy = False
+            if not self._queue:
+                self._changed.notify_all()
+                self._changed.wait(_LOOK_S)
+            while self._queue:
+                first = self._queue[0]
+                if isinstance(first, tuple):
+                    self._queue.popleft()
+                    self._busy = True
+                    return first
+                if first.header.region is Region.GRADIENT and first.header.number <= cancelled:
+                    self._queue.popleft()
+                    continue
+                start, end = first.start, min(first.end, first.start + PIECE_BYTES)
+                first.start = end
+                if end == first.end:
+                    self._queue.popleft()
+                self._busy = True
+                return first.header._replace(size=end - start, offset=start), first.region[start:end]
+            return None
+
+    def drain(self, timeout_s: float) -> None:
+        """Until all is sent, or time has passed."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._queue and not self._busy, timeout_s)
+
+
+class Droppable(Protocol):
+    """What has connections."""
+
+    def drop(self) -> None:
+        """In a forked child: they are the parent's."""
+
+
+def close_in_children(link: Droppable) -> None:
+    """A process that is forked off (to load data) must not keep the connections open when its parent dies."""
+    known = weakref.ref(link)
+
+    def close() -> None:
+        mine = known()
+        if mine is not None:
+            mine.drop()
+
+    os.register_at_fork(after_in_child=close)
