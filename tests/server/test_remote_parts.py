@@ -128,7 +128,7 @@ def test_filling_a_layer_sends_it_as_a_part_of_its_minibatch() -> None:
 def test_with_a_codec_only_the_payload_is_sent_and_it_has_the_size_that_is_priced() -> None:
     arena, uplink = arena_of("async:codec=top-k:0.1"), Kept()
     arena.connected(uplink)
-    arena.minibatch_begun(stamp(2, 9, 0))
+    arena.minibatch_begun(stamp(2, 9), 0)
     arena.fill(2, 1, torch.arange(10.0))
     arena.clear(2, (0,))
     assert uplink.writes == []
