@@ -95,11 +95,12 @@ test-strangers: setup
 	@cd tests && ../$(BIN)/python -m collectives.frame_fuzz --frames 100000
 	@cd tests && ../$(BIN)/python -m server.remote_fuzz --frames 1000000
 
-# Learners on other hosts of a lab: every server strategy, a host that comes and goes 100 times, push, fetch and cancel at 1 Gbit/s. Half an hour.
+# Learners on other hosts of a lab: every server strategy, a host that comes and goes 100 times, push, fetch and cancel at 1 Gbit/s, servers on 4 hosts. Half an hour.
 test-remote: setup
 	@cd tests && ../$(BIN)/python -m train.remote_matrix
 	@cd tests && ../$(BIN)/python -m train.remote_matrix --comings 100
 	@$(BIN)/python benchmarks/remote_server.py
+	@$(BIN)/python benchmarks/remote_server.py --place spread
 
 bench: setup
 	@$(BIN)/python benchmarks/schedules.py
