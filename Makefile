@@ -71,9 +71,10 @@ test-fuzz: setup
 	@cd tests && ../$(BIN)/python -m server.fuzz --messages 2000000
 	@cd tests && ../$(BIN)/python -m server.fuzz_processes --messages 100000
 
-# Every strategy trains the digits, and the ledger of samples is checked; then all that is too long for `make test`. Minutes.
+# Every strategy trains the digits, and the ledger of samples is checked; server strategies with a server on each of 3 hosts, too; then all that is too long for `make test`. Minutes.
 test-matrix: setup
 	@cd tests && ../$(BIN)/python -m train.matrix
+	@cd tests && ../$(BIN)/python -m train.remote_matrix --place spread
 	@OFFBEAT_MATRIX=1 $(BIN)/pytest tests/train tests/process tests/server tests/simulate/test_server.py tests/simulate/test_compare_networks.py tests/test_cli.py tests/collectives/test_odd_uses.py tests/collectives/test_across_hosts.py tests/collectives/test_keys_across_hosts.py tests/parallel
 
 # A run is killed at 60 points over its last second, and resumed: the same bits. Minutes.
