@@ -75,9 +75,10 @@ test-fuzz: setup
 	@cd tests && ../$(BIN)/python -m server.fuzz --messages 2000000
 	@cd tests && ../$(BIN)/python -m server.fuzz_processes --messages 100000
 
-# Every strategy trains the digits, and the ledger of samples is checked; then all that is too long for `make test`. Minutes.
+# Every strategy trains the digits, and the ledger of samples is checked; server strategies with a server on each of 3 hosts, too; then all that is too long for `make test`. Minutes.
 test-matrix: setup
 	@cd tests && ../$(BIN)/python -m train.matrix
+	@cd tests && ../$(BIN)/python -m train.remote_matrix --place spread
 	@OFFBEAT_MATRIX=1 $(BIN)/pytest tests/train tests/process tests/server tests/simulate/test_server.py tests/simulate/test_compare_networks.py tests/test_cli.py tests/collectives/test_odd_uses.py tests/collectives/test_across_hosts.py tests/collectives/test_keys_across_hosts.py tests/parallel
 
 # A run is killed at 60 points over its last second, and resumed: the same bits. Minutes.
@@ -99,11 +100,12 @@ test-strangers: setup
 	@cd tests && ../$(BIN)/python -m collectives.frame_fuzz --frames 100000
 	@cd tests && ../$(BIN)/python -m server.remote_fuzz --frames 1000000
 
-# Learners on other hosts of a lab: every server strategy, a host that comes and goes 100 times, push, fetch and cancel at 1 Gbit/s. Half an hour.
+# Learners on other hosts of a lab: every server strategy, a host that comes and goes 100 times, push, fetch and cancel at 1 Gbit/s, servers on 4 hosts. Half an hour.
 test-remote: setup
 	@cd tests && ../$(BIN)/python -m train.remote_matrix
 	@cd tests && ../$(BIN)/python -m train.remote_matrix --comings 100
 	@$(BIN)/python benchmarks/remote_server.py
+	@$(BIN)/python benchmarks/remote_server.py --place spread
 
 bench: setup
 	@$(BIN)/python benchmarks/schedules.py

@@ -70,6 +70,13 @@ def check_books(folder: Path, epochs: int) -> None:
     assert {event.learner for event in events if isinstance(event, Pushed)} == set(range(log.run["learners"]))
 
 
+def check_bits_of_one_host(folder: Path, learners: int, words: Sequence[str]) -> None:
+    """The same training on one host has the same weights."""
+    own = ["--sync", "full-sync", "--learners", str(learners), *words, "--run-dir", str(folder / "one")]
+    subprocess.run([*OFFBEAT, "train", *own], check=True, capture_output=True, timeout=LIMIT_S)
+    assert (folder / "r/weights.safetensors").read_bytes() == (folder / "one/weights.safetensors").read_bytes()
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     keys.write(tmp_path / "key")
@@ -84,9 +91,16 @@ def test_three_hosts_train_to_the_bits_of_one(start_lab: StartLab, folder: Path)
     finish(run, *hosts)
     assert "as learner" in hosts[0].output and "left the run in order" in hosts[0].output
     check_books(folder, 2)
-    alone = [*OFFBEAT, "train", "--sync", "full-sync", "--learners", "4", *words, "--run-dir", str(folder / "one")]
-    subprocess.run(alone, check=True, capture_output=True, timeout=LIMIT_S)
-    assert (folder / "r/weights.safetensors").read_bytes() == (folder / "one/weights.safetensors").read_bytes()
+    check_bits_of_one_host(folder, 4, words)
+
+
+def test_two_hosts_with_a_shard_each_train_to_the_bits_of_one(start_lab: StartLab, folder: Path) -> None:
+    lab = start_lab(hosts=2, bandwidth="300Mbit/s")
+    words = ("--train.epochs", "2", "--seed", "3")
+    run = train(lab, folder, "full-sync", *words, "--place", "spread", "--servers", "2", remote=1)
+    finish(run, work(lab, folder, 1, 1))
+    check_books(folder, 2)
+    check_bits_of_one_host(folder, 2, words)
 
 
 def test_hosts_that_are_killed_cut_off_and_sent_away_cost_no_sample(start_lab: StartLab, folder: Path) -> None:

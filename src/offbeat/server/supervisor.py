@@ -386,7 +386,7 @@ def main(words: list[str]) -> int:
     given = json.loads(words[0])
     log = Path(given["log"]) if given["log"] else None
     try:
-        remote = _places_at(given["listen"]) if given.get("listen") else None
+        remote = _places_at(given["listen"], given.get("first", 0)) if given.get("listen") else None
         if remote is not None and given["setting"].get("spread"):
             remote = remote.spread()
         plan = ServerPlan(setting=RunSetting(**given["setting"]), seed=given["seed"], log=log, remote=remote)
@@ -404,9 +404,9 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def _places_at(address: str) -> RemotePlan:
-    """All learners may come from other hosts."""
-    return RemotePlan(listener=open_port(address, "listen"), key=keys.key_of(), first=0)
+def _places_at(address: str, first: int) -> RemotePlan:
+    """Learners from `first` on may come from other hosts."""
+    return RemotePlan(listener=open_port(address, "listen"), key=keys.key_of(), first=first)
 
 
 def _serve(supervisor: Supervisor) -> None:

@@ -120,7 +120,6 @@ class ShardData:
         self._regions, self._guard = regions, SlotGuard()
         self._port = Port(listener, key, GREETING_BYTES)
         self._count = threading.Semaphore(_CONNECTIONS_EACH * (regions.arena.setting.learners + 1))
-        self.received_bytes = self.sent_bytes = 0
 
     def serve(self) -> None:
         """Until the process ends, which it does with this."""
