@@ -190,9 +190,9 @@ def learner(order: dict[str, Any], folder: Path, number: int) -> Points:
         points("fill", lambda: self.slots[slot][start : start + half].copy_(gradient.flatten()[:half]))
         return original(self, slot, index, gradient)
 
-    def fetch(original: Any, self: arena.Arena, parts: Any, pieces: Any, *, extra: bool) -> None:
+    def fetch(original: Any, self: arena.Arena, parts: Any, pieces: Any, **how: bool) -> None:
         points("fetch", lambda: parts.trained[0].detach().zero_())
-        original(self, parts, pieces, extra=extra)
+        original(self, parts, pieces, **how)
 
     def seed(original: Any, self: arena.Arena, parts: Any, kept: Any = None) -> None:
         points("seed", lambda: self.weights[0][:7].fill_(1e9))

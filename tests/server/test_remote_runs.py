@@ -301,7 +301,7 @@ def test_strangers_on_the_port_change_nothing(start_run: StartRun) -> None:
 
 
 CODED = [
-    ("k-sync:2,codec=top-k:0.1", 1),
+    pytest.param("k-sync:2,codec=top-k:0.1", 1, marks=LONG),
     ("full-sync:codec=int8:stochastic,down=bf16", 2),
     pytest.param("k-batch-async:2,codec=random-k:0.2,down=int8", 1, marks=LONG),
     pytest.param("k-batch-sync:2,codec=1-bit", 1, marks=LONG),
