@@ -259,6 +259,9 @@ def test_a_prediction_has_the_halves_the_update_and_what_is_computed_again() -> 
     first, *others = split.nodes
     assert not first.input_s and all(node.input_s and node.weight_s for node in others)
     assert len(split.update_s) == len(split.nodes) and all(split.update_s)
+    # Measured times of pieces this small are mostly noise: what is compared is computed from given ones.
+    given = [node._replace(forward_s=1.0, backward_s=2.0, input_s=1.0, weight_s=1.0) for node in others]
+    split = split._replace(nodes=(first._replace(forward_s=1.0, backward_s=1.0), *given))
     seconds = plan_stages(config, split).seconds
     assert plan_stages(config, split._replace(update_s=())).seconds < seconds
     assert seconds < plan_stages(changed(config, {"train": {"recompute": True}}), split).seconds
