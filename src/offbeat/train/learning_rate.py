@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -233,34 +232,54 @@ def step_of(optimizer: torch.optim.Optimizer, device: torch.device) -> Callable[
     the same bits (torch's fused kernel has others), in less than half of the time for a small model."""
     if device.type != "cpu" or type(optimizer) is not torch.optim.SGD:
         return optimizer.step
-    return partial(_step_sgd, optimizer)
+    return _SgdStep(optimizer)
 
 
-@torch.no_grad()
-def _step_sgd(optimizer: torch.optim.SGD) -> None:
-    steps = []
-    for group in optimizer.param_groups:
-        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-        states = [optimizer.state[parameter].get("momentum_buffer") for parameter in parameters]
-        buffers = [one for one in states if one is not None] if group["momentum"] else []
+class _SgdStep:
+    """See `step_of`. Which parameters have a momentum is looked up once: that takes as long as moving them."""
+
+    def __init__(self, optimizer: torch.optim.SGD) -> None:
+        self._optimizer = optimizer
+        self._found: list[tuple[dict[str, Any], list[Tensor], list[Tensor]]] = []  # group, parameters, their momentum
+        self._found_in: object = None  # the state of the optimizer in which they were found
+
+    def __call__(self) -> None:
+        optimizer = self._optimizer
+        if self._found_in is not optimizer.state or len(self._found) != len(optimizer.param_groups):
+            self._find()
+        moved = [[one.grad for one in parameters] for _, parameters, _ in self._found]
         hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-        if hooks or (group["momentum"] and len(buffers) < len(parameters)):  # the first step is another one
-            optimizer.step()
+        if hooks or not self._found or any(one is None for gradients in moved for one in gradients):
+            optimizer.step()  # the first step is another one, too
             return
-        if parameters:
-            steps.append((group, parameters, buffers))
-    for group, parameters, buffers in steps:
-        gradients: list[Tensor] | tuple[Tensor, ...] = [one.grad for one in parameters]
-        if group["maximize"]:
-            gradients = torch._foreach_neg(gradients)
-        if group["weight_decay"]:
-            gradients = torch._foreach_add(gradients, parameters, alpha=group["weight_decay"])
-        if group["momentum"]:
-            torch._foreach_mul_(buffers, group["momentum"])
-            torch._foreach_add_(buffers, gradients, alpha=1 - group["dampening"])
-            moved = group["nesterov"]
-            gradients = torch._foreach_add(gradients, buffers, alpha=group["momentum"]) if moved else buffers
-        torch._foreach_add_(parameters, gradients, alpha=-group["lr"])
+        with torch.no_grad():
+            for (group, parameters, buffers), gradients in zip(self._found, moved, strict=True):
+                _move(group, parameters, buffers, gradients)  # type: ignore[arg-type] # none is None
+
+    def _find(self) -> None:
+        """Nothing, where a parameter has no momentum yet."""
+        optimizer, self._found = self._optimizer, []
+        for group in optimizer.param_groups:
+            known = group["params"] if group["momentum"] else []
+            buffers = [optimizer.state.get(one, {}).get("momentum_buffer") for one in known]
+            if any(one is None for one in buffers):
+                self._found = []
+                return
+            self._found.append((group, group["params"], buffers))
+        self._found_in = optimizer.state
+
+
+def _move(group: dict[str, Any], parameters: list[Tensor], buffers: list[Tensor], gradients: list[Tensor]) -> None:
+    moves: list[Tensor] | tuple[Tensor, ...] = gradients
+    if group["maximize"]:
+        moves = torch._foreach_neg(moves)
+    if group["weight_decay"]:
+        moves = torch._foreach_add(moves, parameters, alpha=group["weight_decay"])
+    if group["momentum"]:
+        torch._foreach_mul_(buffers, group["momentum"])
+        torch._foreach_add_(buffers, moves, alpha=1 - group["dampening"])
+        moves = torch._foreach_add(moves, buffers, alpha=group["momentum"]) if group["nesterov"] else buffers
+    torch._foreach_add_(parameters, moves, alpha=-group["lr"])
 
 
 STATES = {"adagrad": 1, "adam": 2, "adamw": 2, "lamb": 2}  # vectors as large as the weights; others: their momentum

@@ -58,19 +58,27 @@ def updates(
             f"{what} {samples - begin} samples, too few for {len(shares)} learners in {passes} passes "
             "(train.accumulate)"
         )
+    cuts: dict[int, list[Pass]] = {}
     start = begin
     while start < samples:
         end = min(start + batch, samples)
         if samples - end < least:
             end = samples
-        pieces = cut(end - start, shares, least=passes)
-        at = start + sum(pieces[:learner])
-        mine: list[Pass] = []
-        for size in cut(pieces[learner], [1.0] * passes, least=1):
-            mine.append(Pass(at, at + size))
-            at += size
-        yield Update(end - start, end, tuple(mine))
+        if end - start not in cuts:  # the same for all but the last
+            cuts[end - start] = _passes(end - start, learner, shares, passes)
+        yield Update(end - start, end, tuple(Pass(start + one.start, start + one.end) for one in cuts[end - start]))
         start = end
+
+
+def _passes(samples: int, learner: int, shares: Sequence[float], passes: int) -> list[Pass]:
+    """Those of a learner, from the beginning of an update on."""
+    pieces = cut(samples, shares, least=passes)
+    at = sum(pieces[:learner])
+    mine: list[Pass] = []
+    for size in cut(pieces[learner], [1.0] * passes, least=1):
+        mine.append(Pass(at, at + size))
+        at += size
+    return mine
 
 
 def speeds_to_shares(seconds: Sequence[float], counts: Sequence[int]) -> tuple[float, ...]:
