@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 failed, 2 the request was wrong.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import os
 import re
@@ -48,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _dispatch(words)
         if sys.stdout is not None:
             sys.stdout.flush()  # here, where a reader that has gone is known, and not at exit
+        if argv is None:
+            gc.freeze()  # the process ends: to look for garbage among all modules would take longer than many commands
     except OffbeatError as error:
         return _fail(str(error), error.exit_code)
     except BrokenPipeError:  # the reader (`| head`) has gone; Python must not complain of it at exit

@@ -59,7 +59,7 @@ def test_a_factor_is_applied_by_reduce_too(nursery: Nursery) -> None:
     assert nursery.values("premultiplied", ranks=2) == [[6.0, 6.0], [6.0, 2.0]]
 
 
-@pytest.mark.parametrize(("how", "most_s"), [("abort", 1.5), pytest.param("destroy", 7.0, marks=LONG)])
+@pytest.mark.parametrize(("how", "most_s"), [("abort", 4.0), pytest.param("destroy", 7.0, marks=LONG)])
 def test_whoever_waits_when_the_group_is_left_is_told(nursery: Nursery, how: str, most_s: float) -> None:
     value = nursery.values("leaves_with_a_call_pending", ranks=2, how=how)[0]
     assert "this group was destroyed" in value["said"]
@@ -72,10 +72,10 @@ def test_one_store_serves_one_group_after_another(nursery: Nursery) -> None:
 
 @pytest.mark.parametrize("what", ["type", pytest.param("native", marks=LONG), "line"])
 def test_what_is_wrong_on_one_rank_is_said_on_the_others_at_once(nursery: Nursery, what: str) -> None:
-    outcomes = nursery.run("wrong_on_one_rank", ranks=3, what=what, within_s=12)
+    outcomes = nursery.run("wrong_on_one_rank", ranks=3, what=what, within_s=30)
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.error.startswith("PeerError: rank 1 cannot start: ")
-        assert outcome.seconds < 4
+        assert outcome.seconds < 7  # the time limit of the group is 8
 
 
 def test_a_rank_that_dies_while_the_group_is_made_is_named_at_once(nursery: Nursery) -> None:

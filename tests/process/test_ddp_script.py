@@ -115,7 +115,7 @@ def test_under_torchrun_a_wrong_strategy_ends_the_job_with_its_message(tmp_path:
     done = torchrun(2, SCRIPT, "--backend", "offbeat", "--out", str(tmp_path), OFFBEAT_STRATEGY="rign")
     assert done.code != 0
     assert WRONG["rign"] in done.text, done.text
-    assert done.seconds < 2 * QUICK_S  # torchrun has to start, too
+    assert done.seconds < 4 * QUICK_S  # torchrun has to start, too, and other tests run beside it
     assert not list(tmp_path.iterdir())
 
 

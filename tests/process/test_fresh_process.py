@@ -50,13 +50,13 @@ TORCH_FREE_COMMANDS = (
 )
 
 
-def check_torch_free(*words: str) -> None:
-    code = (
+def check_torch_free(*words: str, code: int = 0, told: str = "") -> None:
+    program = (
         "import atexit, sys; from offbeat.cli import main; "
         "atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr)); sys.exit(main(sys.argv[1:]))"
     )
-    done = run(sys.executable, "-c", code, *words)
-    assert (done.returncode, done.stderr) == (0, "False\n")
+    done = run(sys.executable, "-c", program, *words)
+    assert (done.returncode, done.stderr) == (code, f"{told}False\n")
 
 
 @pytest.mark.parametrize("words", TORCH_FREE_COMMANDS, ids=" ".join)
@@ -69,6 +69,10 @@ def test_a_run_is_reported_and_its_times_are_simulated_without_torch(tmp_path: P
     check_torch_free("report", str(folder), "--output", str(tmp_path / "page.html"))
     check_torch_free("simulate", "async", "--compute", f"trace:{folder}", "--updates", "20")
     check_torch_free("compare", "async", "k-async:2", "--compute", f"trace:{folder}", "--minibatches", "20")
+
+
+def test_a_host_that_finds_no_run_says_so_without_torch() -> None:
+    check_torch_free("work", "--join", "127.0.0.1:1", code=1, told="offbeat: nobody listens on 127.0.0.1:1\n")
 
 
 def test_import_offbeat_loads_neither_torch_nor_numpy() -> None:

@@ -13,26 +13,23 @@ import pytest
 import torch
 
 from offbeat import cli
+from process.forked_scripts import fork_scripts
 from process.test_ddp_script import bounded, torchrun
+from train.programs import offbeat
 
 HERE = Path(__file__).parents[2]
 SCRIPT = HERE / "examples" / "digits.py"
 LIMIT_S = 90.0
 
 
-def offbeat_run(*words: str, script: Path = SCRIPT) -> tuple[int, str, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "offbeat", "run", *words, str(script), "--epochs", "1"],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    return done.returncode, done.stdout, done.stderr
+def offbeat_run(folder: Path, *words: str) -> tuple[int, str, str]:
+    """Learners are forked; `tests/process/test_server_faults.py` has some that are programs, as users have them."""
+    done = offbeat(folder, "run", *words, str(SCRIPT), "--epochs", "1", before=fork_scripts)
+    return done.code, done.out, done.err
 
 
-def test_learners_print_with_their_number_and_the_end_is_clear() -> None:
-    code, out, err = offbeat_run("--learners", "2", "--servers", "2", "--sync", "k-async:2")
+def test_learners_print_with_their_number_and_the_end_is_clear(tmp_path: Path) -> None:
+    code, out, err = offbeat_run(tmp_path, "--learners", "2", "--servers", "2", "--sync", "k-async:2")
     assert (code, err) == (0, "")
     first, _, *rest = out.splitlines()
     assert re.fullmatch(r"learner 0 \| accuracy \d+\.\d % after 2\d updates", first)
@@ -40,8 +37,8 @@ def test_learners_print_with_their_number_and_the_end_is_clear() -> None:
     assert "pushes     45 received, 45 applied" in rest
 
 
-def test_only_the_line_changes_for_an_all_reduce() -> None:
-    code, out, err = offbeat_run("--learners", "2", "--sync", "ring", "--json")
+def test_only_the_line_changes_for_an_all_reduce(tmp_path: Path) -> None:
+    code, out, err = offbeat_run(tmp_path, "--learners", "2", "--sync", "ring", "--json")
     assert code == 0
     said = json.loads(out)
     assert said.pop("sent_bytes") == said.pop("received_bytes") > 0 and 0 <= said.pop("wait_share") <= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -265,6 +266,16 @@ def test_close_inherited_leaves_the_standard_streams() -> None:
         close_inherited(frozenset())
         return 0 if all(Path(f"/proc/self/fd/{number}").exists() for number in range(3)) else 1
 
+    assert fork("child", body).wait() == 0
+
+
+def test_the_collector_of_a_fork_passes_over_what_its_parent_has_made() -> None:
+    made: list[object] = [[]]
+
+    def body() -> int:
+        return int(any(one is made for one in gc.get_objects()))
+
+    assert body() == 1
     assert fork("child", body).wait() == 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import socket
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lab.fixture import StartLab, wait_for
+from offbeat.cli import main
 from offbeat.errors import OffbeatError, PeerError, RequestError
 from offbeat.network import keys
 from offbeat.network.connections import AnyConnection, Place
@@ -80,9 +80,10 @@ def _wait_for_copy(folder: Path, name: str) -> None:
         time.sleep(0.01)
 
 
-def lost(folder: Path | None, mine: int | None, seen: int = 14) -> LostRun:
-    successors = ("127.0.0.1:7001", "127.0.0.1:7002", "127.0.0.1:7003")
-    return LostRun(successors=successors, mine=mine, learners=4, here=2, seen=seen, folder=folder)
+def lost(folder: Path | None, mine: int | None, first: int) -> LostRun:
+    """`first` is the port of the first successor; nobody listens at the places of the others."""
+    successors = (f"127.0.0.1:{first}", "127.0.0.1:2", "127.0.0.1:3")
+    return LostRun(successors=successors, mine=mine, learners=4, here=2, seen=14, folder=folder)
 
 
 def test_a_successor_waits_for_those_before_it_and_says_what_is_lost(
@@ -90,17 +91,20 @@ def test_a_successor_waits_for_those_before_it_and_says_what_is_lost(
 ) -> None:
     monkeypatch.setattr(succession, "WAIT_S", 0.1)
     save(tmp_path, 12, b"")
-    told, words = go_on(lost(tmp_path, 1))  # nobody listens at the first
-    assert "continues the run from update 12" in told and "updates lost: at least 2" in told
-    assert words[words.index("--listen") + 1] == "127.0.0.1:7002"
-    assert words[words.index("--remote") + 1] == "2" and words[words.index("--successors") + 1] == "127.0.0.1:7003"
-    with socket.create_server(("127.0.0.1", 7001)):
-        told, words = go_on(lost(tmp_path, 1))
-    assert words == ["work", "--join", "127.0.0.1:7001", "--learners", "2", "--run-dir", f"{tmp_path}-next"]
-    with pytest.raises(OffbeatError, match="no checkpoint had been copied to this host"):
-        go_on(lost(tmp_path / "empty", 0))
-    with pytest.raises(PeerError, match="none of its successors listens"):
-        go_on(lost(None, None))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody else has this port, and nobody listens at it yet
+        port = taken.getsockname()[1]
+        told, words = go_on(lost(tmp_path, 1, port))
+        assert "continues the run from update 12" in told and "updates lost: at least 2" in told
+        assert words[words.index("--listen") + 1] == "127.0.0.1:2"
+        assert words[words.index("--remote") + 1] == "2" and words[words.index("--successors") + 1] == "127.0.0.1:3"
+        with pytest.raises(OffbeatError, match="no checkpoint had been copied to this host"):
+            go_on(lost(tmp_path / "empty", 0, port))
+        with pytest.raises(PeerError, match="none of its successors listens"):
+            go_on(lost(None, None, port))
+        taken.listen()
+        told, words = go_on(lost(tmp_path, 1, port))
+    assert words == ["work", "--join", f"127.0.0.1:{port}", "--learners", "2", "--run-dir", f"{tmp_path}-next"]
 
 
 def test_a_host_finds_its_own_address_in_the_list() -> None:
@@ -118,10 +122,9 @@ def test_the_newest_update_of_all_learners_counts() -> None:
     assert seen.newest() == 7
 
 
-def test_successors_without_a_port_are_refused() -> None:
-    words = [*OFFBEAT, "train", "--sync", "async", "--successors", "10.0.0.2:7000", "--hosts", "alice:1"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2 and "--successors needs --listen" in done.stderr
+def test_successors_without_a_port_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--sync", "async", "--successors", "10.0.0.2:7000", "--hosts", "alice:1"]) == 2
+    assert "--successors needs --listen" in capfd.readouterr().err
 
 
 def test_the_run_goes_on_when_its_host_is_killed(start_lab: StartLab, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from offbeat.commands.base import Command, answer, facts, option
 from offbeat.errors import RequestError
+from offbeat.processes.loading import loading
 from offbeat.runs.metrics import format_accuracy
 from offbeat.runs.run_folder import RunDir
 
@@ -18,13 +19,14 @@ def _run(given: argparse.Namespace) -> None:
 
     run = RunDir(given.run)
     config = read_config(run)
-    import torch
+    with loading():
+        import torch
 
-    from offbeat.train.checkpoint import load, read_weights
-    from offbeat.train.launch import check_device
-    from offbeat.train.precision import Precision
-    from offbeat.train.tasks import task_of
-    from offbeat.train.trainer import device_of, evaluate, mover
+        from offbeat.train.checkpoint import load, read_weights
+        from offbeat.train.launch import check_device
+        from offbeat.train.precision import Precision
+        from offbeat.train.tasks import task_of
+        from offbeat.train.trainer import device_of, evaluate, mover
 
     name = given.device or config.device
     check_device(name)

@@ -29,6 +29,7 @@ from offbeat.spec import parse_count
 from offbeat.strategy import ALL_REDUCE, family_of
 
 SPREAD = "spread"
+_CONNECT_S = 10.0
 NETWORK_OPTIONS = (
     option(
         "--key",
@@ -93,6 +94,15 @@ def use_network(words: argparse.Namespace) -> None:
     if words.network_trust is not None:
         os.environ[keys.TRUST] = words.network_trust
     keys.is_open()  # they must not contradict each other
+
+
+def check_listens(join: str) -> None:
+    """A `PeerError` where no run can be reached: asked before torch is loaded, which takes seconds."""
+    from offbeat.network.port import check_trust, dial, parse_place
+
+    place = parse_place(join, "--join")
+    check_trust(place, keys.key_of(), is_open=keys.is_open(), what="--join")
+    dial(place, None, b"", _CONNECT_S).close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from offbeat.errors import OffbeatError, RequestError
 from offbeat.number_format import format_seconds, percent
 from offbeat.policies.damping import CORRECT, KEEP
 from offbeat.processes.launcher import Launcher, LaunchPlan, RankLauncher, check_processes, thread_environment
+from offbeat.processes.loading import loading
 from offbeat.runs.metrics import format_traffic
 from offbeat.runs.untrusted import LARGEST_JSON
 from offbeat.spec import count_of, parse_count
@@ -75,9 +76,10 @@ def _run(given: argparse.Namespace) -> None:
 def _supervisor(
     given: argparse.Namespace, learners: int, environment: Mapping[str, str], elsewhere: OtherHosts | None
 ) -> Launcher:
-    from offbeat.server.remote.joining_script import script_places
-    from offbeat.server.run_setting import RunSetting
-    from offbeat.server.supervisor import ServerPlan, Supervisor
+    with loading():
+        from offbeat.server.remote.joining_script import script_places
+        from offbeat.server.run_setting import RunSetting
+        from offbeat.server.supervisor import ServerPlan, Supervisor
 
     setting = RunSetting(
         line=given.sync,

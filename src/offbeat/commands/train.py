@@ -19,6 +19,7 @@ from offbeat.commands.network_options import (
     use_network,
 )
 from offbeat.errors import OffbeatError, RequestError
+from offbeat.processes.loading import loading
 from offbeat.processes.torchrun_rank import torchrun_rank
 from offbeat.runs.run_folder import RunDir
 from offbeat.spec import parse_seconds
@@ -44,10 +45,11 @@ def _run(words: argparse.Namespace) -> None:
     if config.train.memory if config is not None else "train.memory" in given(words):
         # torch looks at it when it is loaded: large pages, for blocks that are mapped again and again
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    from offbeat.commands.report import write_report
-    from offbeat.commands.view import view_for
-    from offbeat.train.launch import launch, learners_here, prepare
-    from offbeat.train.torchrun_learner import learn
+    with loading():
+        from offbeat.commands.report import write_report
+        from offbeat.commands.view import view_for
+        from offbeat.train.launch import launch, learners_here, prepare
+        from offbeat.train.torchrun_learner import learn
 
     shown = sys.stderr if words.json else sys.stdout
     out = open(os.devnull, "w") if shown is None else shown  # noqa: SIM115, PTH123 - to the end of the process

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offbeat.commands.base import Command, Terminal, answer, line_printer, option, say
-from offbeat.commands.network_options import NETWORK_OPTIONS, use_network
+from offbeat.commands.network_options import NETWORK_OPTIONS, check_listens, use_network
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.processes.child import describe_exit
+from offbeat.processes.loading import loading
 from offbeat.spec import count_of, parse_count
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 def _run(given: argparse.Namespace) -> None:
     use_network(given)
+    check_listens(given.join)
     joined, exits = (_join_training if given.script is None else _join_script)(given)
     failed = {place: code for place, code in exits.items() if code}
     told = {"places": list(joined.entered.places), "strategy": joined.entered.line, "exits": exits}
@@ -36,8 +38,9 @@ def _run(given: argparse.Namespace) -> None:
 
 
 def _join_training(given: argparse.Namespace) -> tuple[JoinedHost, dict[int, int]]:
-    from offbeat.train.remote_learner import check_places, describe, enter_run, join_training
-    from offbeat.train.succession import go_on
+    with loading():
+        from offbeat.train.remote_learner import check_places, describe, enter_run, join_training
+        from offbeat.train.succession import go_on
 
     run = enter_run(given.join, given.learners)
     printer = _printer(given, run, describe(run), check_places(run, given.learners))
@@ -50,7 +53,8 @@ def _join_training(given: argparse.Namespace) -> tuple[JoinedHost, dict[int, int
 
 
 def _join_script(given: argparse.Namespace) -> tuple[JoinedHost, dict[int, int]]:
-    from offbeat.server.remote.joining_script import enter_script, join_script
+    with loading():
+        from offbeat.server.remote.joining_script import enter_script, join_script
 
     if not Path(given.script).is_file():
         raise RequestError(f"no such script on this host: {given.script}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import gc
 import os
 import signal
 import subprocess
@@ -200,6 +201,7 @@ def fork(
                 if captured:
                     signal.signal(number, signal.SIG_DFL)
     if pid == 0:
+        gc.freeze()  # what the parent has made stays here: collections pass over it, and its pages are not copied
         _run_to_end(name, body, parent, writer, keep)
     if captured:
         os.close(writer)

@@ -35,6 +35,7 @@ from offbeat.machine import available_bytes
 from offbeat.number_format import format_size
 from offbeat.processes.child import Stopwatch, describe_exit
 from offbeat.processes.launcher import MOST_PROCESSES, SELF, Launcher, LaunchPlan, RankLauncher, thread_environment
+from offbeat.processes.loading import loading
 from offbeat.processes.signals import SignalHandler, ending_by, terminable
 from offbeat.processes.torchrun_rank import torchrun_rank
 from offbeat.processes.watchdog import Phase, ProgressBoard, Silence, StackFiles, Watchdog, innermost
@@ -266,8 +267,9 @@ def _check_memory(config: Config, task: Task, learners: int) -> None:
 
 def _import_ahead() -> None:
     """Once, and not in each fork."""
-    for name in AHEAD:
-        importlib.import_module(name)
+    with loading():
+        for name in AHEAD:
+            importlib.import_module(name)
 
 
 def _plan_stages(config: Config, task: Task, tell: Callable[[str], None]) -> StagePlan | None:
