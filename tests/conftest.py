@@ -3,7 +3,10 @@
 What takes long and is looked at from another side too is left to `make test-matrix`.
 """
 
+import gc
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,14 @@ from hypothesis import settings
 
 from lab.fixture import start_lab as start_lab
 from workers import WaitingAside
+
+# What is imported for all tests stays to the end. Python's collector would go through it again and again: while modules
+# are loaded, and whenever a test makes many objects (a syntax tree, a log), which then takes five times as long.
+gc.disable()
+COLLECT_AFTER = (50_000, 20, 50)
+# The same for programs that tests start: see there.
+STARTUP = Path(__file__).with_name("startup")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(STARTUP), os.environ.get("PYTHONPATH"))))
 
 settings.register_profile("offbeat", derandomize=True, deadline=None, database=None)
 settings.load_profile("offbeat")
@@ -54,8 +65,8 @@ LONG = (
     "test_hosts_over_ssh.py::test_a_script_runs_on_another_host_too",
     "test_hosts_over_ssh.py::test_a_host_that_is_lost_does_not_end_the_run",
     "test_hosts_over_ssh.py::test_a_host_that_cannot_start_its_learners_ends_the_run_in_one_line",
-    "test_hosts_over_ssh.py::test_a_run_that_is_killed_leaves_nothing_on_the_other_hosts[2]",
-    "test_hosts_over_ssh.py::test_a_run_that_is_killed_leaves_nothing_on_the_other_hosts[15]",
+    "test_hosts_over_ssh.py::test_a_run_that_is_killed_leaves_nothing_on_the_other_hosts[",
+    "test_bench.py::test_the_network_of_a_lab_is_measured_and_its_all_reduces_are_predicted",
     "test_hosts_over_ssh.py::test_another_command_takes_the_place_of_ssh",
     "test_stage_ranks.py::test_ranks_that_are_processes_train_as_one_process[3]",
     "test_stage_ranks.py::test_ranks_that_are_processes_train_as_one_process[4]",
@@ -69,6 +80,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(part in item.nodeid for part in LONG):
             item.add_marker(pytest.mark.skip(reason="takes long: make test-matrix"))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*COLLECT_AFTER)
+    gc.enable()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)  # other tests have the other core; and threads do not survive the forks of tests
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -35,6 +35,11 @@ WAITING = (
 
 # Files of the other two that take longest: begun first, so that none of them is left alone at the end.
 LONG = (
+    "tests/train/test_codecs.py",
+    "tests/collectives/test_group.py",
+    "tests/parallel/test_pipeline_executor.py",
+    "tests/process/test_bench.py",
+    "tests/process/test_ddp_script.py",
     "tests/process/test_fresh_process.py",
     "tests/process/test_docs.py",
     "tests/train/test_pipelined.py",

@@ -6,6 +6,7 @@ what each returned or raised, or how it ended. Every run is bounded in time, and
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
@@ -71,11 +72,14 @@ class Nursery:
 
 
 def _serve() -> None:
+    gc.disable()
     from collectives import coded_programs, fault_programs, gpu_programs, odd_programs, programs
     from server import hostile_learners, odd_learners
     from server import programs as learners
 
     learners.warm_up()
+    gc.freeze()  # a fork's collections, the one at its end too, pass over all that is loaded here
+    gc.enable()
     modules = (
         programs, coded_programs, fault_programs, odd_programs, gpu_programs, learners, odd_learners, hostile_learners,
     )  # fmt: skip

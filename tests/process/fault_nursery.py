@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -160,6 +161,7 @@ def main() -> None:
     torch.set_num_threads(1)
     cli.load("run")
     _warm_up()
+    gc.freeze()  # collections of the forks pass over all that is loaded here
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # wardens are not waited for: they leave a file
     for line in sys.stdin:
         if os.fork() == 0:

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from lab.fixture import why_no_lab
 from offbeat.cli import main
 from pages import DOCS, HERE, README, shown
+from process.torch_nursery import TorchNursery, torch_nursery
 
 # The log is history; the commands of the README and the tutorial run in order, in tests/test_readme.py.
 IN_ORDER = ("README.md", "tutorial.md")
@@ -55,16 +57,22 @@ def test_commands_in_the_docs_print_what_is_shown(
             assert line == "..." or re.sub(r"\s+", " ", line) in printed, f"{command}: {line}"
 
 
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[TorchNursery]:
+    with torch_nursery() as made:
+        yield made
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_programs_in_the_docs_run(page: Path, tmp_path: Path) -> None:
+def test_programs_in_the_docs_run(page: Path, tmp_path: Path, nursery: TorchNursery) -> None:
     for program in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
         if "import" not in program:
             continue  # a piece to read
         if "offbeat.lab" in program and why_no_lab():
             continue
-        done = subprocess.run(
-            [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-        )
+        script = tmp_path / "program.py"
+        script.write_text(program, encoding="utf-8")
+        done = nursery.run(script, tmp_path)
         assert (done.returncode, done.stderr) == (0, ""), program
 
 

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,45 @@ from offbeat.server.remote.frames import LEARNER_CHANNELS, Channel, Greeting, He
 from offbeat.server.shard import optimizers
 from offbeat.server.wire import PROTOCOL
 from offbeat.train.tasks import Task
-from server import programs
+from process.forked_scripts import as_program, end
+from server import programs, remote_program
 from train.matrix import audited
 
-TESTS = Path(__file__).parents[1]
 LIMIT_S = 90.0
 HOST = "ab" * 16
+
+
+class ForkedProgram:
+    """A learner's program in a fork of the test's process, which has torch loaded; used as a `subprocess.Popen`."""
+
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str], output: int) -> None:
+        self._code: int | None = None
+        self.pid = os.fork()
+        if self.pid:
+            return
+        as_program(output, output)
+        os.environ.clear()
+        os.environ.update(environment)
+        torch.set_num_threads(1)
+        sys.argv = ["remote_program", *words]
+        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115 - as long as it lives
+        end(remote_program.main)
+
+    def wait(self, limit_s: float = LIMIT_S) -> int:
+        end_s = time.monotonic() + limit_s
+        while self._code is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                self._code = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > end_s:
+                raise TimeoutError(f"learner still running after {limit_s:g} s")
+            else:
+                time.sleep(0.005)
+        return self._code
+
+    def kill(self) -> None:
+        if self._code is None:
+            os.kill(self.pid, signal.SIGKILL)
 
 
 class RemoteRun:
@@ -48,7 +81,7 @@ class RemoteRun:
     def __init__(self, folder: Path, line: str, learners: int, *, key: bool, servers: int = 1) -> None:
         self.folder, self.learners = folder, learners
         self.log = folder / "log.jsonl"
-        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "OFFBEAT_SYNC": line, "PYTHONPATH": str(TESTS)}
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "OFFBEAT_SYNC": line}
         if key:
             keys.write(folder / "key")
             self.environment[keys.KEY] = str(folder / "key")
@@ -60,24 +93,19 @@ class RemoteRun:
         )
         assert self.servers.stdout is not None
         self.told = json.loads(self.servers.stdout.readline())
-        self.started: list[subprocess.Popen[bytes]] = []
+        self.started: list[ForkedProgram] = []
 
     @property
     def place(self) -> Place:
         return parse_place(self.told["listens"], "a test")
 
-    def start(self, number: int, epochs: int, *words: str, remote: bool) -> subprocess.Popen[bytes]:
+    def start(self, number: int, epochs: int, *words: str, remote: bool) -> ForkedProgram:
         found = {"OFFBEAT_ADDRESS": self.told["address"], "OFFBEAT_TOKEN": self.told["token"]}
         if remote:
             found = {"OFFBEAT_ADDRESS": f"tcp://{self.told['listens']}", "OFFBEAT_TOKEN": HOST}
         own = {"OFFBEAT_LEARNER": str(number), "OFFBEAT_LEARNERS": str(self.learners)}
         with (self.folder / f"out-{number}").open("a") as out:
-            process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "server.remote_program", str(epochs), *words],
-                env={**self.environment, **found, **own},
-                stdout=out,
-                stderr=out,
-            )
+            process = ForkedProgram([str(epochs), *words], {**self.environment, **found, **own}, out.fileno())
         self.started.append(process)
         return process
 
@@ -87,7 +115,7 @@ class RemoteRun:
     def said(self) -> str:
         return (self.folder / "errors").read_text()
 
-    def results(self, processes: Sequence[subprocess.Popen[bytes]], numbers: Sequence[int]) -> list[dict[str, Any]]:
+    def results(self, processes: Sequence[ForkedProgram], numbers: Sequence[int]) -> list[dict[str, Any]]:
         for process, number in zip(processes, numbers, strict=True):
             assert process.wait(LIMIT_S) == 0, self.output(number) + self.said()
         return [json.loads(self.output(number).splitlines()[-1]) for number in numbers]

@@ -121,6 +121,8 @@ def several(rank: int, ranks: int, store: str, asked: dict[str, tuple[str, dict[
 
 
 def main() -> None:
+    import torch._dynamo  # noqa: F401 - DDP loads it: once here, not once a rank
+
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what ranks print goes to the errors
     outcomes = {}

@@ -50,7 +50,8 @@ def start(
         where = ["--nnodes", str(len(here)), "--node-rank", "{host}", "--master-addr", "{host0}", "--master-port", PORT]
     launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *where]
     command = [*launch, "--nproc-per-node", str(ranks), "-m", "offbeat", *words]
-    given = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS), **environment}
+    paths = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+    given = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **environment}
     own = {name: value for name, value in given.items() if value}
     return [
         lab.start(

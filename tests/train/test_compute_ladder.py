@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -184,6 +186,15 @@ def own_cache_key() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def quickly_compiled() -> Iterator[None]:
+    """By this process, and without vector instructions, for each kind of which torch first compiles a program to see
+    whether they work here; `make test-matrix` has them."""
+    quick: dict[str, Any] = {} if os.environ.get("OFFBEAT_MATRIX") else {"compile_threads": 1, "cpp.vec_isa_ok": False}
+    with torch._inductor.config.patch(quick):
+        yield
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own modules
 def test_torchs_cache_of_compiled_code_is_another_for_each_precision(own_cache_key: None) -> None:
     """torch 2.11 gave code that was compiled for bf16 to fp16."""
@@ -196,7 +207,7 @@ def test_torchs_cache_of_compiled_code_is_another_for_each_precision(own_cache_k
 
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("c++") is None, reason="there is no compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own modules
-def test_compiled_code_is_proved_right_dropout_and_norm_included(own_cache_key: None) -> None:
+def test_compiled_code_is_proved_right_dropout_and_norm_included(own_cache_key: None, quickly_compiled: None) -> None:
     model = small()
     eager = step_of(model)
     forward = compiled_loss(model, eager.loss, eager.precision)
