@@ -21,6 +21,7 @@ from offbeat.collectives import memory
 from offbeat.collectives.sync import Word
 from offbeat.errors import RequestError
 from offbeat.policies.memory import STATE_COPIES
+from offbeat.server import sparse_rows
 from offbeat.server.parameter_layout import (
     DTYPES,
     ModelTensors,
@@ -57,6 +58,9 @@ class ArenaLayout:
         self.steps = [[self._take(8 * len(table.sizes)) for _ in range(2)] for _ in range(setting.shards)]
         gradient = table.items * DTYPES[table.gradients].itemsize
         self.staging = [self._take(gradient) for _ in range(setting.learners if setting.spread else 0)]
+        self.rows = [
+            [self._take(sparse_rows.list_bytes(one)) for one in table.row_tables()] for _ in range(setting.slots)
+        ]
         self.size_bytes = self._end
 
     def spans_of(self, shard: int) -> list[memory.Span]:
@@ -92,6 +96,15 @@ class Arena:
         # Where shards are spread: what a learner of this host has computed, for the server beside it to take over.
         self.staging = [segment.tensor(travels, table.items, at) for at in layout.staging]
         self.offsets = table.offsets()
+        self.row_tables = {one.index: one for one in table.row_tables()}
+        # Of each slot, by parameter: which rows of it are pushed (`rows`).
+        self.rows = [
+            {
+                one.index: segment.tensor(torch.int32, 1 + one.rows, at)
+                for one, at in zip(table.row_tables(), each, strict=True)
+            }
+            for each in layout.rows
+        ]
         self.segment = segment
         self._kept_views: dict[int, list[Tensor]] = {}  # by buffer,
         self._seen_as: tuple[Tensor, ...] = ()  # of a model with these parameters
@@ -146,16 +159,32 @@ class Arena:
 
     def fill(self, slot: int, index: int, gradient: Tensor) -> float:
         """A parameter's gradient, into its place; its squared norm, which costs little while it is in the cache."""
+        if index in self.row_tables:
+            return self.fill_rows(slot, sparse_rows.rows_of(gradient, self.row_tables[index]))
         size, place = self.table.sizes[index], self.slots[slot]
         if size != place.numel():
             place = place[self.offsets[index] : self.offsets[index] + size]
         if not gradient.is_contiguous():
             place.view(gradient.shape).copy_(gradient)
-            return _square(place)
+            return square_of(place)
         flat = gradient if gradient.dim() == 1 else gradient.view(-1)
         if size <= CHUNK:
-            return _square(place.copy_(flat))
-        return sum((_square(place[part].copy_(flat[part])) for part in _parts(size)), 0.0)
+            return square_of(place.copy_(flat))
+        return sum((square_of(place[part].copy_(flat[part])) for part in _parts(size)), 0.0)
+
+    def fill_rows(self, slot: int, pushed: sparse_rows.Rows) -> float:
+        """Rows of a parameter's gradient, into their places; their squared norm."""
+        vector = self.slots[slot]
+        values = sparse_rows.write(pushed, vector, self.rows[slot][pushed.table.index])
+        return square_of(values.view(-1))
+
+    def push_bytes(self, slot: int) -> int:
+        """What a push of what is in the slot sends, without a codec."""
+        vector, listed = self.slots[slot], self.rows[slot] if self.row_tables else {}
+        return vector.nbytes - sum(
+            sparse_rows.saved_bytes(one, int(listed[index][0]), vector.itemsize)
+            for index, one in self.row_tables.items()
+        )
 
     def square(self, gradient: Tensor) -> float | None:
         """The squared norm of a gradient, summed as `fill` does; none where that is another's work or type."""
@@ -163,19 +192,22 @@ class Arena:
             return None
         flat = gradient.reshape(-1)
         if flat.numel() <= CHUNK or not gradient.is_contiguous():
-            return _square(flat)
-        return sum((_square(flat[part]) for part in _parts(flat.numel())), 0.0)
+            return square_of(flat)
+        return sum((square_of(flat[part]) for part in _parts(flat.numel())), 0.0)
 
     def clear(self, slot: int, indices: Iterable[int]) -> None:
         """Nothing, for parameters that have no gradient."""
         for index in indices:
+            if index in self.row_tables:
+                self.fill_rows(slot, sparse_rows.none_of(self.row_tables[index], self.slots[slot].dtype))
+                continue
             start = self.offsets[index]
             self.slots[slot][start : start + self.table.sizes[index]].zero_()
 
     def is_finite(self, slot: int) -> bool:
         """Whether the squared norm of what is in the slot is a number: not with nan, inf or 1e30 in it."""
         vector = self.slots[slot]
-        return all(math.isfinite(_square(vector[part])) for part in _parts(vector.numel()))
+        return all(math.isfinite(square_of(vector[part])) for part in _parts(vector.numel()))
 
     def seed(self, parts: ModelTensors, kept: Mapping[str, Tensor] | None = None) -> None:
         """The initial weights, into buffer 0. `kept` is what `current` gave in a run that this one goes on from."""
@@ -252,7 +284,8 @@ def _parts(items: int) -> list[slice]:
     return [slice(at, min(items, at + CHUNK)) for at in range(0, items, CHUNK)]
 
 
-def _square(vector: Tensor) -> float:
+def square_of(vector: Tensor) -> float:
+    """The squared norm."""
     wide = vector if vector.dtype.itemsize >= 4 else vector.float()
     return float(torch.dot(wide, wide))
 

@@ -34,6 +34,7 @@ class Network:
     latency_s: float = 0.0
     learner_bytes_per_s: float = math.inf
     server_bytes_per_s: float = math.inf
+    push_bytes: int = 0  # of a push of rows; 0: of the whole vector
     shards: int = 1
     topology: str = "uniform"
     layers: int = 50  # of the model, for overlap
@@ -60,6 +61,7 @@ class Network:
             server_bytes_per_s=self.server_bytes_per_s,
             shards=self.shards,
             latency_s=self.latency_s,
+            push_bytes=self.push_bytes,
         )
 
     def model(self) -> Model:

@@ -181,7 +181,9 @@ class PushMode(GradientSink):
             if finite:
                 self.arena.encode(self.state.slot, self.feedback)
                 self._coded = self.state.incarnation, self.state.seq
-        self.sent_bytes += self.rule.push_bytes(self.arena.slots[0].nbytes)
+        by_row = bool(self.arena.row_tables)
+        size_bytes = self.arena.push_bytes(self.state.slot)
+        self.sent_bytes += size_bytes if by_row else self.rule.push_bytes(size_bytes)
         self.arena.deliver(self.state.slot)
         self.connection.say(
             ConnectionState.push,
@@ -192,6 +194,7 @@ class PushMode(GradientSink):
             hyper=report.hyper,
             leases=report.leases,
             absent=absent,
+            sent_bytes=size_bytes if by_row else 0,
             began_s=report.began_s - self._start_s,
             ended_s=time.monotonic() - self._start_s,
         )

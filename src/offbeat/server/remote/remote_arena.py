@@ -22,7 +22,8 @@ from offbeat.codecs.feedback import Feedback, Rounded
 from offbeat.collectives import memory
 from offbeat.collectives.sync import Word
 from offbeat.errors import PeerError
-from offbeat.server.arena import Arena, Pieces, stamp
+from offbeat.server import sparse_rows
+from offbeat.server.arena import Arena, Pieces, square_of, stamp
 from offbeat.server.parameter_layout import DTYPES, ModelTensors, ParameterLayout
 from offbeat.server.remote.frames import SEED_BYTES, FrameError, Header, Kind, Reading, Region, Words
 from offbeat.server.remote.road_process import bytes_of, coded_push
@@ -70,6 +71,9 @@ class RemoteArena(Arena):
         self.uplink: Uplink | None = None
         self._slot_bytes, self._item = bytes_of(slot), slot.itemsize
         self._coded = coded_push(table, setting)
+        self.row_tables = {one.index: one for one in table.row_tables()}
+        self._rows = {index: sparse_rows.room(one, slot.itemsize) for index, one in self.row_tables.items()}
+        self._rows_bytes = dict.fromkeys(self._rows, 0)  # of each payload, as it is now
         self.down = None if setting.down is None else Rounded(setting.down, table.items)
         self._learner = learner
         self._minibatch = 0  # that is being filled
@@ -88,14 +92,30 @@ class RemoteArena(Arena):
 
     def fill(self, slot: int, index: int, gradient: Tensor) -> float:
         square = super().fill(slot, index, gradient)
+        if index in self.row_tables:  # they are sent when all of them are there
+            return square
         self._send_gradient(slot, self.offsets[index], self.table.sizes[index])
         return square
 
     def clear(self, slot: int, indices: Iterable[int]) -> None:
         absent = tuple(indices)
         super().clear(slot, absent)
-        for index in absent:
+        for index in set(absent) - self.row_tables.keys():
             self._send_gradient(slot, self.offsets[index], self.table.sizes[index])
+
+    def fill_rows(self, slot: int, pushed: sparse_rows.Rows) -> float:
+        index, values = pushed.table.index, pushed.values.to(self.slots[slot].dtype)
+        self._rows_bytes[index] = sparse_rows.encode(pushed, self._rows[index], values.dtype)
+        return square_of(values.view(-1))
+
+    def push_bytes(self, slot: int) -> int:
+        tables = self.row_tables.values()
+        whole = len(self._slot_bytes) - sum(one.rows * one.width for one in tables) * self._item
+        return whole + sum(self._rows_bytes.values())
+
+    def deliver(self, slot: int) -> None:
+        for index, size in self._rows_bytes.items():
+            self._send(Header(Kind.WRITE, Region.ROWS, index, size, self._minibatch), bytes_of(self._rows[index]))
 
     def put(self, slot: int, vector: Tensor) -> None:
         super().put(slot, vector)

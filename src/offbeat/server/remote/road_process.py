@@ -34,7 +34,7 @@ from offbeat.errors import OffbeatError
 from offbeat.network.connections import AnyConnection
 from offbeat.network.port import receive_all, send_all
 from offbeat.network.streams import ClosedError
-from offbeat.server import handshake
+from offbeat.server import handshake, sparse_rows
 from offbeat.server.arena import Arena
 from offbeat.server.parameter_layout import ParameterLayout
 from offbeat.server.remote.frames import (
@@ -187,6 +187,8 @@ class RoadProcess:
         self._slots = [bytes_of(slot) for slot in arena.slots]
         self._coded = coded_push(arena.table, arena.setting)
         self._coder = None if codec is None else codec.coder()
+        item = arena.slots[0].itemsize
+        self._rows = {index: sparse_rows.room(one, item) for index, one in arena.row_tables.items()}
 
     def _answer(self, accept: handshake.Accept) -> None:
         data = handshake.encode_accept(accept)
@@ -266,6 +268,8 @@ class RoadProcess:
         arena, names = self.arena, self.arena.table.states
         if region is Region.GRADIENT:
             return self._slots[index] if self._coded is None else bytes_of(self._coded)
+        if region is Region.ROWS and index in self._rows:
+            return bytes_of(self._rows[index])
         if region is Region.WEIGHTS:
             return bytes_of(arena.weights[0])
         if region is Region.EXTRA:
@@ -293,7 +297,7 @@ class RoadProcess:
         with contextlib.suppress(WireError):  # then it is refused there, and counted
             message = decode_input(data)
         if message is not None:
-            if self._coder is not None and isinstance(message, Push):
+            if isinstance(message, Push) and (self._coder is not None or self._rows):
                 self._decode(message)
             with self._lock:
                 frees = self.state.frees_slots(message)
@@ -307,12 +311,17 @@ class RoadProcess:
             self.coordinator.send(data)
 
     def _decode(self, message: Push) -> None:
-        """The gradient that came as a payload, into its slot."""
-        assert self._coder is not None and self._coded is not None
+        """The gradient that came as a payload, into its slot; the same for rows, which end the connection if they are
+        none of their parameter."""
         with self._writing:
             with self._lock:
                 slot = self.state.filled_slot(message)
-            if slot is not None:
+            if slot is None:
+                return
+            for index, payload in self._rows.items():
+                table = self.arena.row_tables[index]
+                self.arena.fill_rows(slot, sparse_rows.decode(payload, table, self.arena.slots[slot].dtype))
+            if self._coder is not None and self._coded is not None:
                 self._coder.seed(int(self._coded[:SEED_BYTES].view(torch.int64)))
                 self._coder.decode(self._coded[SEED_BYTES:], self.arena.slots[slot])
 
