@@ -454,7 +454,7 @@ class VirtualTrainer(Trainer):
         return self._stops
 
     def _count_traffic(self, update: Update) -> None:
-        """Pushes and fetches of whole vectors, but of embeddings with sparse gradients the rows that are pushed; in an all-reduce, what its schedule sends."""
+        """Pushes and fetches of whole vectors, or of rows; in an all-reduce, what its schedule sends."""
         size_bytes = self.arithmetic.replica.current.nbytes
         if self._family == PEERS:
             peers = rule_of(self.config.sync)

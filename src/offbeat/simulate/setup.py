@@ -53,6 +53,8 @@ class Network:
         return self.port_bytes_per_s < math.inf or self.latency_s > 0
 
     def wires(self) -> Wires | None:
+        if self.push_bytes and not self.size_bytes:
+            raise RequestError("--push-size needs --size, the size of the model")
         if not self.size_bytes and not self.latency_s:
             return None
         return Wires(
