@@ -118,7 +118,7 @@ class Server:
         self.weights[0].copy_(torch.randn(items))
         self.slots = [torch.full((items,), float("nan")) for _ in range(2)]
         self.states = [{name: torch.full((items,), float("nan")) for name in layout.states} for _ in range(2)]
-        self.rows = [{one.index: listed(*[0] * (1 + one.rows)) for one in layout.row_tables()} for _ in self.slots]
+        self.rows = [{one.parameter: listed(*[0] * (1 + one.rows)) for one in layout.row_tables()} for _ in self.slots]
         self.steps = [[torch.zeros(len(layout.sizes), dtype=torch.int64) for _ in range(2)] for _ in range(shards)]
         self.buffer = 0
         self.start_all()
@@ -132,7 +132,7 @@ class Server:
         return Updates(self.layout, self.weights, self.slots, self.states, self.steps[shard], *span, rows=self.rows)
 
     def put(self, slot: int, gradient: Tensor) -> None:
-        tables = {one.index: one for one in self.layout.row_tables()}
+        tables = {one.parameter: one for one in self.layout.row_tables()}
         for index, (start, size) in enumerate(zip(self.layout.offsets(), self.layout.sizes, strict=True)):
             part = gradient[start : start + size]
             if index in tables:

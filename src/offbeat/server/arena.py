@@ -96,11 +96,11 @@ class Arena:
         # Where shards are spread: what a learner of this host has computed, for the server beside it to take over.
         self.staging = [segment.tensor(travels, table.items, at) for at in layout.staging]
         self.offsets = table.offsets()
-        self.row_tables = {one.index: one for one in table.row_tables()}
+        self.row_tables = {one.parameter: one for one in table.row_tables()}
         # Of each slot, by parameter: which rows of it are pushed (`rows`).
         self.rows = [
             {
-                one.index: segment.tensor(torch.int32, 1 + one.rows, at)
+                one.parameter: segment.tensor(torch.int32, 1 + one.rows, at)
                 for one, at in zip(table.row_tables(), each, strict=True)
             }
             for each in layout.rows
@@ -175,7 +175,7 @@ class Arena:
     def fill_rows(self, slot: int, pushed: sparse_rows.Rows) -> float:
         """Rows of a parameter's gradient, into their places; their squared norm."""
         vector = self.slots[slot]
-        values = sparse_rows.write(pushed, vector, self.rows[slot][pushed.table.index])
+        values = sparse_rows.write(pushed, vector, self.rows[slot][pushed.table.parameter])
         return square_of(values.view(-1))
 
     def push_bytes(self, slot: int) -> int:

@@ -28,7 +28,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 class RowTable(NamedTuple):
     """A parameter of which only rows are pushed: an embedding with sparse gradients."""
 
-    index: int  # of the parameter
+    parameter: int  # its number
     start: int  # in the flat vector
     rows: int
     width: int  # items in a row

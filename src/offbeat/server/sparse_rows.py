@@ -119,11 +119,11 @@ def read(listed: Tensor, table: RowTable) -> Tensor:
 
 def _checked(count: int, numbers: Tensor, table: RowTable) -> Tensor:
     if not 0 <= count <= table.rows:
-        raise RowsError(f"parameter {table.index} has {table.rows} rows; a push names {count}")
+        raise RowsError(f"parameter {table.parameter} has {table.rows} rows; a push names {count}")
     own = numbers[:count].to(torch.int64, copy=True)
     if count and (int(own[0]) < 0 or int(own[-1]) >= table.rows or not bool((own[1:] > own[:-1]).all())):
         raise RowsError(
-            f"the rows that a push names of parameter {table.index} are not increasing from 0 to {table.rows - 1}"
+            f"the rows that a push names of parameter {table.parameter} are not increasing from 0 to {table.rows - 1}"
         )
     return own
 
@@ -148,7 +148,7 @@ def decode(payload: Tensor, table: RowTable, dtype: torch.dtype) -> Rows:
     """What `encode` made, checked."""
     count, start = int(payload[:_COUNT_BYTES].view(torch.int64)), _COUNT_BYTES
     if not 0 <= count <= table.rows:
-        raise RowsError(f"parameter {table.index} has {table.rows} rows; a push names {count}")
+        raise RowsError(f"parameter {table.parameter} has {table.rows} rows; a push names {count}")
     own = _checked(count, payload[start : start + count * _NUMBER_BYTES].view(torch.int32), table)
     start += _numbers_bytes(count)
     end = start + count * table.width * dtype.itemsize

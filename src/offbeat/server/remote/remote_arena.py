@@ -71,7 +71,7 @@ class RemoteArena(Arena):
         self.uplink: Uplink | None = None
         self._slot_bytes, self._item = bytes_of(slot), slot.itemsize
         self._coded = coded_push(table, setting)
-        self.row_tables = {one.index: one for one in table.row_tables()}
+        self.row_tables = {one.parameter: one for one in table.row_tables()}
         self._rows = {index: sparse_rows.room(one, slot.itemsize) for index, one in self.row_tables.items()}
         self._rows_bytes = dict.fromkeys(self._rows, 0)  # of each payload, as it is now
         self.down = None if setting.down is None else Rounded(setting.down, table.items)
@@ -104,7 +104,7 @@ class RemoteArena(Arena):
             self._send_gradient(slot, self.offsets[index], self.table.sizes[index])
 
     def fill_rows(self, slot: int, pushed: sparse_rows.Rows) -> float:
-        index, values = pushed.table.index, pushed.values.to(self.slots[slot].dtype)
+        index, values = pushed.table.parameter, pushed.values.to(self.slots[slot].dtype)
         self._rows_bytes[index] = sparse_rows.encode(pushed, self._rows[index], values.dtype)
         return square_of(values.view(-1))
 

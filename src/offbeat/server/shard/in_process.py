@@ -95,7 +95,7 @@ class InProcessServer:
             else:
                 place.copy_(gradient if gradient.layout is torch.strided else gradient.to_dense())
         if self.row_tables:
-            found = [gradients[one.index] for one in self.row_tables]
+            found = [gradients[one.parameter] for one in self.row_tables]
             counts = [
                 0 if one is None else count_rows(one, table) for one, table in zip(found, self.row_tables, strict=True)
             ]

@@ -426,7 +426,7 @@ class Updates:
         self._rows = rows  # of each slot, by parameter: the list of those that it has
         self._tables = [one for one in table.row_tables() if rows and one.start < end and start < one.end]
         self._whole = torch.empty(most if self._tables else 0, dtype=dtype, device=device)
-        self._changes = {one.index: RowChanges(one.rows) for one in self._tables}
+        self._changes = {one.parameter: RowChanges(one.rows) for one in self._tables}
         self._lists: dict[tuple[int, int], Tensor] = {}  # of the job at hand, by slot and parameter
 
     def apply(self, job: ShardJob) -> None:
@@ -439,7 +439,7 @@ class Updates:
         source, target = self.weights[job.source], self.weights[job.target]
         before, after = self.states[old], self.states[new]
         self._read_lists(job)
-        by_row = {one.index for one in self._tables if self._apply_rows(job, one, int(new_steps[one.index]))}
+        by_row = {one.parameter for one in self._tables if self._apply_rows(job, one, int(new_steps[one.parameter]))}
         for start, end, group, step in self._runs(new_steps, job.skip, by_row):
             for first in range(start, end, CHUNK):
                 part = slice(first, min(end, first + CHUNK))
@@ -462,9 +462,9 @@ class Updates:
                     self._scratch,
                 )
         for one in self._tables:
-            self._changes[one.index].finished(("weights", job.target), job.version)
+            self._changes[one.parameter].finished(("weights", job.target), job.version)
             for name in after:
-                self._changes[one.index].finished((name, new), job.version)
+                self._changes[one.parameter].finished((name, new), job.version)
 
     def _runs(self, steps: Counts, skip: Sequence[int], done: Collection[int] = ()) -> list[tuple[int, int, int, int]]:
         """Stretches of this shard that are updated alike: (start, end, group, step), step 0 for what is skipped.
@@ -541,11 +541,11 @@ class Updates:
         for slot in job.slots:
             for one in self._tables:
                 try:
-                    found = sparse_rows.read(self._rows[slot][one.index], one)
+                    found = sparse_rows.read(self._rows[slot][one.parameter], one)
                 except sparse_rows.RowsError as error:
                     self.refuse(error)
                     found = torch.empty(0, dtype=torch.int64)
-                self._lists[slot, one.index] = found
+                self._lists[slot, one.parameter] = found
 
     def refuse(self, error: sparse_rows.RowsError) -> None:
         """A gradient names rows that cannot be. Where this returns, it has none."""
@@ -560,13 +560,13 @@ class Updates:
         for one in tables:
             first, last = max(one.start, part.start), min(one.end, part.stop)
             whole[first - part.start : last - part.start] = 0
-            places = sparse_rows.places_of(self._lists[slot, one.index], one, first, last)
+            places = sparse_rows.places_of(self._lists[slot, one.parameter], one, first, last)
             whole[places - part.start] = self.slots[slot][places].to(whole.dtype)
         return whole
 
     def _in_rows(self, slot: int, one: RowTable, places: Tensor) -> Tensor:
         """A gradient at these places of a parameter: zero in rows that others have."""
-        listed, values = self._lists[slot, one.index], self.slots[slot][places]
+        listed, values = self._lists[slot, one.parameter], self.slots[slot][places]
         if not len(listed):
             return values.zero_()
         rows = (places - one.start).div_(one.width, rounding_mode="floor")
@@ -580,18 +580,18 @@ class Updates:
         """
         old, new = (job.version + 1) % 2, job.version % 2
         start, end = max(one.start, self.start), min(one.end, self.end)
-        hyper = damped(self.table.rule, job.hyper[self.table.groups[one.index]], job.damping)
-        absent = one.index in job.skip
-        lists = [] if absent else [self._lists[slot, one.index] for slot in job.slots]
+        hyper = damped(self.table.rule, job.hyper[self.table.groups[one.parameter]], job.damping)
+        absent = one.parameter in job.skip
+        lists = [] if absent else [self._lists[slot, one.parameter] for slot in job.slots]
         rows = sparse_rows.union(lists)
         if not absent and (step == 1 or not is_exact_by_row(self.table.rule, hyper)):  # a first step begins all state
-            self._changes[one.index].changed(job.version, None)
+            self._changes[one.parameter].changed(job.version, None)
             return False
         names = [("weights", job.target), *((name, new) for name in self.states[new])]
         sources = [self.weights[job.source], *self.states[old].values()]
         targets = [self.weights[job.target], *self.states[new].values()]
         for name, source, target in zip(names, sources, targets, strict=True):
-            stale = self._changes[one.index].since(name, job.version - 1)
+            stale = self._changes[one.parameter].since(name, job.version - 1)
             if stale is None:
                 target[start:end] = source[start:end]
                 continue
@@ -600,7 +600,7 @@ class Updates:
         for places in sparse_rows.places_of(rows, one, start, end).split(CHUNK):  # type: ignore[no-untyped-call]
             if len(places):
                 self._apply_places(job, one, step, hyper, places)
-        self._changes[one.index].changed(job.version, rows)
+        self._changes[one.parameter].changed(job.version, rows)
         return True
 
     def _apply_places(self, job: ShardJob, one: RowTable, step: int, hyper: Hyper, places: Tensor) -> None:
