@@ -49,7 +49,7 @@ def main() -> None:
     learner.finish()
     flat = torch.cat([one.detach().flatten() for one in model.parameters()])
     told = {"learner": learner.number, "version": learner.version, "minibatches": minibatches, **state}
-    told["sent_bytes"] = getattr(learner, "sent_bytes", 0)
+    told |= {name: getattr(learner, name, 0) for name in ("sent_bytes", "received_bytes")}
     print(json.dumps({**told, "sum": float(flat.double().sum()), "weights": flat.tolist()}), flush=True)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from offbeat.errors import RequestError
 from offbeat.server import sparse_rows
+from offbeat.server.changed_rows import KEPT, ChangedRows, entry_items
 from offbeat.server.parameter_layout import ParameterLayout, RowTable, layout_of, model_tensors, row_parameters
 from offbeat.server.shard.optimizers import RowChanges, Updates, describe, state_names
 from offbeat.server.sparse_rows import Rows, RowsError
@@ -197,7 +198,7 @@ def gradient_of(layout: ParameterLayout, random: torch.Generator) -> Tensor:
     gradient = torch.randn(layout.items, generator=random)
     for start, rows, width in ((8, 40, 5), (208, 23, 3)):
         kept = torch.rand(rows, generator=random) < float(torch.rand((), generator=random)) ** 3
-        gradient[start : start + rows * width].view(rows, width).mul_(kept[:, None])
+        gradient[start : start + rows * width].view(rows, width)[~kept] = 0  # and not -0, as products may be
     return gradient
 
 
@@ -242,6 +243,36 @@ def test_a_copy_is_brought_to_a_version_by_the_rows_that_have_changed_since() ->
     changes.finished(("weights", 0), 3)
     changes.changed(4, None)
     assert changes.since(("weights", 0), 4) is None  # all rows changed
+
+
+def test_who_has_an_earlier_version_is_told_the_rows_that_have_changed_since() -> None:
+    changed = ChangedRows(torch.zeros(KEPT * entry_items(TABLE), dtype=torch.int32), TABLE)
+    assert changed.since(0, 1) is None  # it is not there yet
+    for version in range(1, 6):
+        changed.write(version, listed(version % 3).long())
+    found = changed.since(2, 5)
+    assert found is not None and sparse_rows.union(found).tolist() == [0, 1, 2]
+    assert changed.since(5, 5) == []
+    assert changed.since(6, 5) is None
+    changed.write(6, None)
+    assert changed.since(5, 6) is None and changed.since(6, 6) == []
+    for version in range(7, 7 + KEPT):
+        changed.write(version, listed().long())
+    assert changed.since(6, 6 + KEPT) is None  # an entry that is needed was written over
+    late = changed.since(8, 6 + KEPT)
+    assert late is not None and sparse_rows.union(late).tolist() == []
+
+
+def test_an_entry_that_is_being_written_names_no_rows() -> None:
+    memory = torch.zeros(KEPT * entry_items(TABLE), dtype=torch.int32)
+    changed = ChangedRows(memory, TABLE)
+    changed.write(1, listed(2, 3).long())
+    for place, wrong in ((0, -1), (0, 1 + KEPT), (1, 7), (2, 3)):
+        before = int(memory[entry_items(TABLE) + place])
+        memory[entry_items(TABLE) + place] = wrong
+        assert changed.since(0, 1) is None
+        memory[entry_items(TABLE) + place] = before
+    assert changed.since(0, 1) is not None
 
 
 def test_a_list_that_cannot_be_leaves_an_update_without_its_rows() -> None:

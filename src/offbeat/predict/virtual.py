@@ -464,6 +464,8 @@ class VirtualTrainer(Trainer):
         else:
             rule = self.arithmetic.rule
             whole, by_row = rule.push_bytes(size_bytes), self.arithmetic.replica.push_bytes
+            if rule.codec is not None or rule.delta or rule.fetch_every:  # these push all of it
+                by_row.clear()
             sent = sum(by_row.pop(work.number, whole) for work in update.works)
             fetches = sum(step.fetched >= 0 for work in update.works for step in work.steps)
             received = fetches * rule.fetch_bytes(size_bytes)

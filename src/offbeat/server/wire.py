@@ -101,7 +101,8 @@ class Push(FromSession, frozen=True):
     absent: Places = ()  # parameters without a gradient
     began_s: Seconds = 0.0
     ended_s: Seconds = 0.0
-    sent_bytes: Number = 0  # as it travels, where only rows of some parameters are pushed
+    sent_bytes: Number = 0  # as it travels, where only rows of some parameters are pushed; and what was fetched since
+    received_bytes: Number = 0  # the push before
 
 
 class Stop(FromSession, frozen=True):

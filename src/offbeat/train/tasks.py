@@ -230,7 +230,7 @@ DATA: dict[str, Builtin] = {
     "synthetic-rare": Builtin(
         "bags of features of which most are rare, as words are in texts; the label depends on them",
         _synthetic_rare,
-        {"samples": 40_000, "features": 200_000, "active": 20, "classes": 2, "seed": 0},
+        {"samples": 40_000, "features": 200_000, "active": 21, "classes": 2, "seed": 0},
     ),
     "synthetic-images": Builtin(
         "random images in the shape of ImageNet, for measuring speed",

@@ -263,6 +263,7 @@ class ConnectionState:
         began_s: float = 0.0,
         ended_s: float = 0.0,
         sent_bytes: int = 0,
+        received_bytes: int = 0,
     ) -> list[Message]:
         """The minibatch is done, and its gradient is in the slot."""
         told = self.version if version is None else version
@@ -280,6 +281,7 @@ class ConnectionState:
             began_s,
             ended_s,
             sent_bytes,
+            received_bytes,
         )
         return self._say_answer(answer)
 

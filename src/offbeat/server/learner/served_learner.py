@@ -136,7 +136,7 @@ class ServedLearner(Learner):
         rule, hypers = optimizers.describe(optimizer)
         by_row = row_parameters(model, tensors)
         if by_row and (delta or fetches or own.codec is not None):
-            why = "codecs code all of them" if own.codec is not None else "learners take local steps"
+            why = "a codec codes the whole vector" if own.codec is not None else "learners take local steps"
             self._notes += (f"gradients of sparse embeddings are pushed whole with '{self.strategy}': {why}",)
             by_row = frozenset()
         if delta:

@@ -388,6 +388,10 @@ class RowChanges:
             return None
         return sparse_rows.union(known)
 
+    def of(self, version: int) -> Tensor | None:
+        """Those of a version."""
+        return self._changed.get(version)
+
     def changed(self, version: int, rows: Tensor | None) -> None:
         """By this version; None: all."""
         self._changed[version] = rows
@@ -546,6 +550,10 @@ class Updates:
                     self.refuse(error)
                     found = torch.empty(0, dtype=torch.int64)
                 self._lists[slot, one.parameter] = found
+
+    def changed_by(self, parameter: int, version: int) -> Tensor | None:
+        """The rows that one of the last updates has changed; None: all."""
+        return self._changes[parameter].of(version)
 
     def refuse(self, error: sparse_rows.RowsError) -> None:
         """A gradient names rows that cannot be. Where this returns, it has none."""

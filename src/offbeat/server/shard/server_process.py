@@ -86,6 +86,7 @@ class ShardMemory(Updates):
             arena.table, arena.weights, arena.slots, arena.states, arena.steps[shard], start, end, rows=arena.rows
         )
         self.shard = shard
+        self._changed = arena.changed[shard]
         self._word = arena.shard_words[shard]
 
     @property
@@ -101,6 +102,8 @@ class ShardMemory(Updates):
         print(f"offbeat: the rows of a gradient were left out: {error}", file=sys.stderr, flush=True)
 
     def finish(self, number: int, version: int) -> None:
+        for parameter, changed in self._changed.items():
+            changed.write(version, self.changed_by(parameter, version))
         self._word.write(number << 32 | version)
 
 
