@@ -48,7 +48,8 @@ def test_pushes_of_rows_give_the_weights_of_whole_pushes_with_a_twentieth_of_the
         assert rows[0]["weights"] == rows[1]["weights"] == whole[0]["weights"], "bit for bit"
         assert max(abs(a - b) for a, b in zip(rows[0]["weights"], alone(optimizer, 16), strict=True)) < 1e-6
         assert summary["sent_bytes"] == sum(one["sent_bytes"] for one in rows) < told["sent_bytes"] / 20
-        assert summary["received_bytes"] < told["received_bytes"] / 4  # the first fetch of each learner is whole
+        # The first fetch of each learner is whole, and all are where an update changes all rows.
+        assert (summary["received_bytes"] < told["received_bytes"] / 4) is (optimizer != "momentum")
 
 
 def test_clipping_in_place_and_half_the_bytes_work_with_rows(nursery: Nursery) -> None:

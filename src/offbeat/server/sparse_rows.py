@@ -62,14 +62,20 @@ def none_of(table: RowTable, dtype: torch.dtype) -> Rows:
     return Rows(table, torch.empty(0, dtype=torch.int64), torch.empty(0, table.width, dtype=dtype))
 
 
+def dense_of(gradient: Tensor) -> Tensor:
+    """With the values that `rows_of` has: rows that are named several times are added up in the same order."""
+    if gradient.layout is torch.strided:
+        return gradient
+    return (gradient.coalesce() if gradient.layout is torch.sparse_coo else gradient).to_dense()
+
+
 @torch.no_grad()
 def rows_of(gradient: Tensor, table: RowTable) -> Rows:
     """The rows that a gradient has: of a sparse one those named in it, each once; else those that are not zero."""
     if gradient.layout is torch.sparse_coo and gradient.sparse_dim() == 1:
         gradient = gradient.detach().coalesce()  # sorts, and adds up rows that are named several times
         return Rows(table, gradient.indices()[0].cpu(), gradient.values().reshape(-1, table.width).cpu())
-    dense = (gradient if gradient.layout is torch.strided else gradient.to_dense()).detach()
-    dense = dense.reshape(table.rows, table.width)
+    dense = dense_of(gradient.detach()).reshape(table.rows, table.width)
     numbers = (dense != 0).any(1).nonzero()[:, 0]
     return Rows(table, numbers.cpu(), dense[numbers].cpu())
 

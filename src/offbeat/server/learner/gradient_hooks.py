@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from offbeat.errors import RequestError
+from offbeat.server.sparse_rows import dense_of
 
 COMPARED = 16  # elements of a gradient that are compared in `finish`
 NAMED = 3  # names in a note, before "and 9 more"
@@ -238,7 +239,7 @@ class Hooks:
         if gradient.requires_grad:  # backward(create_graph=True): the copy is no part of the graph
             gradient = gradient.detach()
         is_taken = gradient.layout is torch.strided or index in self._rows
-        self._sink.fill(index, gradient if is_taken else gradient.to_dense())
+        self._sink.fill(index, gradient if is_taken else dense_of(gradient))
 
     def _sample(self, gradient: Tensor) -> Tensor:
         key = gradient.numel(), gradient.device

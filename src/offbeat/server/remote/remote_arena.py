@@ -258,7 +258,7 @@ class RemoteArena(Arena):
             self._bytes[header.number] = self._bytes.get(header.number, 0) + header.size
         return data[header.offset : header.offset + header.size]
 
-    def ended(self, incarnation: int, number: int, *, whole: bool) -> None:
+    def ended(self, incarnation: int, number: int, *, whole: bool = True) -> None:
         """What was sent under this number has come, as far as it comes."""
         for one in self._row_numbers.pop(number, ()):
             if whole:

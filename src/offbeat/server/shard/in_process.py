@@ -23,7 +23,7 @@ from offbeat.server.parameter_layout import (
     write_tensors,
 )
 from offbeat.server.shard import optimizers
-from offbeat.server.sparse_rows import count_rows, saved_bytes
+from offbeat.server.sparse_rows import count_rows, dense_of, saved_bytes
 from offbeat.server.wire import Hyper, ShardJob
 
 
@@ -93,7 +93,7 @@ class InProcessServer:
             if gradient is None:
                 place.zero_()
             else:
-                place.copy_(gradient if gradient.layout is torch.strided else gradient.to_dense())
+                place.copy_(dense_of(gradient))
         if self.row_tables:
             found = [gradients[one.parameter] for one in self.row_tables]
             counts = [
