@@ -104,7 +104,7 @@ class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(3, 2)
-        self.words, self.others = nn.Embedding(40, 5, sparse=True), nn.EmbeddingBag(23, 3, sparse=True)
+        self.words, self.others = nn.Embedding(400, 5, sparse=True), nn.EmbeddingBag(230, 3, sparse=True)
         self.last = nn.Linear(2, 2)
 
 
@@ -196,8 +196,8 @@ def twins(rule: str, shards: int) -> tuple[Server, Server, list[Hyper]]:
 def gradient_of(layout: ParameterLayout, random: torch.Generator) -> Tensor:
     """With few rows of each embedding, sometimes none."""
     gradient = torch.randn(layout.items, generator=random)
-    for start, rows, width in ((8, 40, 5), (208, 23, 3)):
-        kept = torch.rand(rows, generator=random) < float(torch.rand((), generator=random)) ** 3
+    for start, rows, width in ((8, 400, 5), (2008, 230, 3)):
+        kept = torch.rand(rows, generator=random) < float(torch.rand((), generator=random)) ** 3 / 4
         gradient[start : start + rows * width].view(rows, width)[~kept] = 0  # and not -0, as products may be
     return gradient
 
@@ -288,8 +288,8 @@ def test_a_list_that_cannot_be_leaves_an_update_without_its_rows() -> None:
     careful = Careful(layout, one.weights, one.slots, one.states, one.steps[0], 0, layout.items, rows=one.rows)
     gradient = gradient_of(layout, torch.Generator().manual_seed(3))
     one.put(0, gradient)
-    one.rows[0][2][0] = 41
-    gradient[8:208] = 0
+    one.rows[0][2][0] = 401
+    gradient[8:2008] = 0
     other.put(0, gradient)
     for server in (one, other):
         job = server.job(1, hypers, JOBS["one gradient"])
