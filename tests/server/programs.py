@@ -40,6 +40,22 @@ def data() -> TensorDataset:
     return TensorDataset(x, (x @ torch.randn(FEATURES, CLASSES, generator=chance)).argmax(1))
 
 
+ROWS, WIDTH, ACTIVE = 3000, 8, 4
+
+
+def bags() -> TensorDataset:
+    """Bags of features, of which most are in no other."""
+    chance = torch.Generator().manual_seed(8)
+    x = torch.randint(ROWS, (SAMPLES, ACTIVE), generator=chance)
+    x[:, 0] %= CLASSES  # which are in many
+    return TensorDataset(x, x[:, 0])
+
+
+def bag_model_of(seed: int = 0, *, sparse: bool = True) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.EmbeddingBag(ROWS, WIDTH, sparse=sparse), nn.Linear(WIDTH, CLASSES))
+
+
 def model_of(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, CLASSES))
@@ -162,15 +178,20 @@ def serve_training(
     gradients: str | None = None,
     halved: bool = False,
     in_place: bool = False,
+    sparse: bool | None = None,
     **run: Any,
 ) -> Any:
-    """Train the small model; each learner gives back the last weights and what it has seen."""
+    """Train the small model; each learner gives back the last weights and what it has seen.
+
+    With `sparse` it is the model of bags of features, whose embedding has sparse gradients or not.
+    """
 
     def body(learner: ServedLearner) -> Any:
-        model = model_of(seed=learner.number)  # those of the first learner count
+        seed = learner.number  # those of the first learner count
+        model = model_of(seed) if sparse is None else bag_model_of(seed, sparse=sparse)
         inner = optimizer_of(optimizer, model)
         scheduler = torch.optim.lr_scheduler.StepLR(inner, step_size=4, gamma=0.5) if halved else None
-        loader: Any = DataLoader(data(), batch_size=batch, shuffle=shuffle)
+        loader: Any = DataLoader(data() if sparse is None else bags(), batch_size=batch, shuffle=shuffle)
         options: Any = {"clip_norm": clip_norm, "gradients": gradients, "in_place": in_place}
         given = learner.prepare(model, inner, loader, **options)
         model, inner, loader = given
@@ -188,7 +209,8 @@ def serve_training(
                 seen += 1
                 cancelled += minibatch.cancelled
         learner.finish()
-        return {"weights": weights_of(model), "seen": seen, "cancelled": cancelled, "version": learner.version}
+        told = {"seen": seen, "cancelled": cancelled, "version": learner.version, "notes": learner.notes}
+        return {**told, "weights": weights_of(model), "sent_bytes": learner.sent_bytes}
 
     return family(rank, ranks, store, body, **run)
 

@@ -1,6 +1,6 @@
 """A learner's program for tests of learners on other hosts: trains a small model and prints what it ended with.
 
-python -m server.remote_program EPOCHS [--optimizer sgd] [--pace 0.0] [--in-place] [--ask]
+python -m server.remote_program EPOCHS [--optimizer sgd] [--pace 0.0] [--in-place] [--state] [--rows]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import offbeat
-from server.programs import data, model_of, optimizer_of
+from server.programs import bag_model_of, bags, data, model_of, optimizer_of
 
 
 def main() -> None:
@@ -23,11 +23,12 @@ def main() -> None:
     words.add_argument("--pace", type=float, default=0.0, help="seconds of each minibatch")
     words.add_argument("--in-place", action="store_true")
     words.add_argument("--state", action="store_true", help="the last learner asks for the servers' state at the end")
+    words.add_argument("--rows", action="store_true", help="an embedding with sparse gradients")
     given = words.parse_args()
     learner = offbeat.join()
-    model = model_of()
+    model = bag_model_of() if given.rows else model_of()
     optimizer = optimizer_of(given.optimizer, model)
-    loader = DataLoader(data(), batch_size=8, shuffle=True)
+    loader = DataLoader(bags() if given.rows else data(), batch_size=8, shuffle=True)
     model, optimizer, loader = learner.prepare(model, optimizer, loader, in_place=given.in_place)
     print(f"learner {learner.number} begins", flush=True)
     minibatches = 0
@@ -48,6 +49,7 @@ def main() -> None:
     learner.finish()
     flat = torch.cat([one.detach().flatten() for one in model.parameters()])
     told = {"learner": learner.number, "version": learner.version, "minibatches": minibatches, **state}
+    told |= {name: getattr(learner, name, 0) for name in ("sent_bytes", "received_bytes")}
     print(json.dumps({**told, "sum": float(flat.double().sum()), "weights": flat.tolist()}), flush=True)
 
 

@@ -127,7 +127,8 @@ class RemoteRun:
         for task in Path(f"/proc/{self.servers.pid}/task").iterdir():
             found += [int(word) for word in (task / "children").read_text().split()]
         listening = [pid for pid in found if _listens(pid, port)]
-        return listening if name == "gateway" else [pid for pid in found if pid not in listening][:1]
+        coordinator, *servers = [pid for pid in found if pid not in listening]
+        return {"gateway": listening, "coordinator": [coordinator], "server": servers}[name]
 
     def pushes(self) -> int:
         with suppress(OSError, json.JSONDecodeError):

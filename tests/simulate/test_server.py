@@ -311,6 +311,17 @@ def test_coded_pushes_and_weights_take_the_time_of_their_bytes() -> None:
         assert seconds == pytest.approx(2 * push + 1 + 2 * fetch), line
 
 
+def test_where_rows_are_pushed_and_fetched_only_their_bytes_are_sent() -> None:
+    """One learner: 1 s of computing, 2 s for a push and 3 s for a fetch; or 10 s for each of both, whole."""
+    wires = Wires(size_bytes=1000, push_bytes=200, fetch_bytes=300, learner_bytes_per_s=100.0)
+    cluster = Cluster(learners=1, law=parse_law("constant:1"), wires=wires)
+    ends = [server.run("full-sync", cluster, updates=updates).seconds for updates in (2, 3)]
+    assert ends[1] - ends[0] == pytest.approx(1 + 2 + 3)
+    whole = replace(cluster, wires=replace(wires, push_bytes=0, fetch_bytes=0))
+    ends = [server.run("full-sync", whole, updates=updates).seconds for updates in (2, 3)]
+    assert ends[1] - ends[0] == pytest.approx(1 + 10 + 10)
+
+
 def test_latency_comes_on_top_of_the_link_and_resuming_takes_it_too() -> None:
     wires = Wires(size_bytes=10**9, learner_bytes_per_s=1e9, latency_s=0.5)
     cluster = Cluster(learners=1, law=parse_law("constant:1"), wires=wires)

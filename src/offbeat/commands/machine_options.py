@@ -77,6 +77,8 @@ def _described(given: argparse.Namespace, learners: int | None) -> Machines:
         raise RequestError("--hosts needs --calibration FILE, written by offbeat calibrate --lab; or use --topology")
     network = Network(
         size_bytes=given.size,
+        push_bytes=given.push_size,
+        fetch_bytes=given.fetch_size,
         latency_s=given.latency,
         learner_bytes_per_s=given.learner_bandwidth,
         server_bytes_per_s=given.server_bandwidth,
@@ -217,6 +219,14 @@ MACHINE_OPTIONS = (
     option(
         "--size", read=parse_size, default=0,
         help="size of the model, like 100MB or 25.6Mparams (default 0: communication is free)",
+    ),
+    option(
+        "--push-size", read=parse_size, default=0,
+        help="parameter server: size of a push where embeddings push only rows (default: that of the model)",
+    ),
+    option(
+        "--fetch-size", read=parse_size, default=0,
+        help="parameter server: the same for the weights that a learner is sent",
     ),
     option("--latency", read=parse_seconds, default=0.0, help="latency of a message to or from a server (default 0)"),
     option(

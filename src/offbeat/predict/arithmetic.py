@@ -128,6 +128,8 @@ class Arithmetic:
             return "learners take local steps" if size else "there are too few samples"
         if self.buffers is not None:
             return "each learner has its own model buffers, which every minibatch changes"
+        if replica.row_tables:
+            return "gradients of its embeddings are sparse"
         if trainer.precision.name != "fp32":
             return f"the precision is {trainer.precision.name}"
         batches: list[Batch] = [((0, 0, size),), ((0, size, size),)]

@@ -454,7 +454,7 @@ class VirtualTrainer(Trainer):
         return self._stops
 
     def _count_traffic(self, update: Update) -> None:
-        """Pushes and fetches of whole vectors; in an all-reduce, what its schedule sends."""
+        """Pushes and fetches of whole vectors, or of rows; in an all-reduce, what its schedule sends."""
         size_bytes = self.arithmetic.replica.current.nbytes
         if self._family == PEERS:
             peers = rule_of(self.config.sync)
@@ -463,7 +463,10 @@ class VirtualTrainer(Trainer):
             sent = received = _reduced_bytes(self.config.sync, self.learners, size_bytes)
         else:
             rule = self.arithmetic.rule
-            sent = len(update.works) * rule.push_bytes(size_bytes)
+            whole, by_row = rule.push_bytes(size_bytes), self.arithmetic.replica.push_bytes
+            if rule.codec is not None or rule.delta or rule.fetch_every:  # these push all of it
+                by_row.clear()
+            sent = sum(by_row.pop(work.number, whole) for work in update.works)
             fetches = sum(step.fetched >= 0 for work in update.works for step in work.steps)
             received = fetches * rule.fetch_bytes(size_bytes)
         self._sent_bytes += sent

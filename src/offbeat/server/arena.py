@@ -12,19 +12,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from offbeat.codecs.feedback import Feedback, Rounded
 from offbeat.collectives import memory
 from offbeat.collectives.sync import Word
 from offbeat.errors import RequestError
 from offbeat.policies.memory import STATE_COPIES
+from offbeat.server import sparse_rows
+from offbeat.server.changed_rows import KEPT, ChangedRows, entry_items
 from offbeat.server.parameter_layout import (
     DTYPES,
     ModelTensors,
     ParameterLayout,
+    RowTable,
     copy_tensors,
     read_tensors,
     views,
@@ -57,6 +61,17 @@ class ArenaLayout:
         self.steps = [[self._take(8 * len(table.sizes)) for _ in range(2)] for _ in range(setting.shards)]
         gradient = table.items * DTYPES[table.gradients].itemsize
         self.staging = [self._take(gradient) for _ in range(setting.learners if setting.spread else 0)]
+        self.rows = [
+            [self._take(sparse_rows.list_bytes(one)) for one in table.row_tables()] for _ in range(setting.slots)
+        ]
+        self.changed = [
+            {
+                one.parameter: self._take(4 * KEPT * entry_items(one))
+                for one in table.row_tables()
+                if self._has(one, shard)
+            }
+            for shard in range(setting.shards)
+        ]
         self.size_bytes = self._end
 
     def spans_of(self, shard: int) -> list[memory.Span]:
@@ -69,10 +84,23 @@ class ArenaLayout:
         steps = [(at, 8 * len(self.table.sizes)) for at in self.steps[shard]]
         return [(self.words, self.extra - self.words), (self.extra, self.table.extra * self.item), *spans, *steps]
 
+    def _has(self, one: RowTable, shard: int) -> bool:
+        """Whether a part of a parameter is on this shard."""
+        start, end = self.table.shard(shard, self.setting.shards)
+        return one.start < end and start < one.end
+
     def _take(self, size_bytes: int) -> int:
         start = self._end
         self._end += -(-size_bytes // _PAGE) * _PAGE
         return start
+
+
+class _ModelWeights(NamedTuple):
+    """What the parameters of a model with row tables have: a version, and how often torch had changed each by then."""
+
+    version: int
+    trained: tuple[nn.Parameter, ...]
+    changes: tuple[int, ...]
 
 
 class Arena:
@@ -92,7 +120,20 @@ class Arena:
         # Where shards are spread: what a learner of this host has computed, for the server beside it to take over.
         self.staging = [segment.tensor(travels, table.items, at) for at in layout.staging]
         self.offsets = table.offsets()
+        self.row_tables = {one.parameter: one for one in table.row_tables()}
+        # Of each slot, by parameter: which rows of it are pushed (`rows`).
+        self.rows = [
+            {
+                one.parameter: segment.tensor(torch.int32, 1 + one.rows, at)
+                for one, at in zip(table.row_tables(), each, strict=True)
+            }
+            for each in layout.rows
+        ]
         self.segment = segment
+        # Of each shard, by parameter: which rows of it the last versions have changed.
+        self.changed = [{one: self._changed_rows(one, at) for one, at in each.items()} for each in layout.changed]
+        self._model_has: _ModelWeights | None = None  # where only rows of it may be fetched
+        self._fetched_version = -1
         self._kept_views: dict[int, list[Tensor]] = {}  # by buffer,
         self._seen_as: tuple[Tensor, ...] = ()  # of a model with these parameters
         self._weights_at = layout.weights[0], layout.slots[0]
@@ -114,6 +155,10 @@ class Arena:
         # Of each shard, the last job that was finished and the version that it made: one word, so that they change
         # together.
         self.shard_words = [words(1)[0] for _ in range(setting.shards)]
+
+    def _changed_rows(self, one: int, at: int) -> ChangedRows:
+        table = self.row_tables[one]
+        return ChangedRows(self.segment.tensor(torch.int32, KEPT * entry_items(table), at), table)
 
     # --- the learner's side ------------------------------------------------------------------------------------------
 
@@ -146,16 +191,32 @@ class Arena:
 
     def fill(self, slot: int, index: int, gradient: Tensor) -> float:
         """A parameter's gradient, into its place; its squared norm, which costs little while it is in the cache."""
+        if index in self.row_tables:
+            return self.fill_rows(slot, sparse_rows.rows_of(gradient, self.row_tables[index]))
         size, place = self.table.sizes[index], self.slots[slot]
         if size != place.numel():
             place = place[self.offsets[index] : self.offsets[index] + size]
         if not gradient.is_contiguous():
             place.view(gradient.shape).copy_(gradient)
-            return _square(place)
+            return square_of(place)
         flat = gradient if gradient.dim() == 1 else gradient.view(-1)
         if size <= CHUNK:
-            return _square(place.copy_(flat))
-        return sum((_square(place[part].copy_(flat[part])) for part in _parts(size)), 0.0)
+            return square_of(place.copy_(flat))
+        return sum((square_of(place[part].copy_(flat[part])) for part in _parts(size)), 0.0)
+
+    def fill_rows(self, slot: int, pushed: sparse_rows.Rows) -> float:
+        """Rows of a parameter's gradient, into their places; their squared norm."""
+        vector = self.slots[slot]
+        values = sparse_rows.write(pushed, vector, self.rows[slot][pushed.table.parameter])
+        return square_of(values.view(-1))
+
+    def push_bytes(self, slot: int) -> int:
+        """What a push of what is in the slot sends, without a codec."""
+        vector, listed = self.slots[slot], self.rows[slot] if self.row_tables else {}
+        return vector.nbytes - sum(
+            sparse_rows.saved_bytes(one, int(listed[index][0]), vector.itemsize)
+            for index, one in self.row_tables.items()
+        )
 
     def square(self, gradient: Tensor) -> float | None:
         """The squared norm of a gradient, summed as `fill` does; none where that is another's work or type."""
@@ -163,19 +224,22 @@ class Arena:
             return None
         flat = gradient.reshape(-1)
         if flat.numel() <= CHUNK or not gradient.is_contiguous():
-            return _square(flat)
-        return sum((_square(flat[part]) for part in _parts(flat.numel())), 0.0)
+            return square_of(flat)
+        return sum((square_of(flat[part]) for part in _parts(flat.numel())), 0.0)
 
     def clear(self, slot: int, indices: Iterable[int]) -> None:
         """Nothing, for parameters that have no gradient."""
         for index in indices:
+            if index in self.row_tables:
+                self.fill_rows(slot, sparse_rows.none_of(self.row_tables[index], self.slots[slot].dtype))
+                continue
             start = self.offsets[index]
             self.slots[slot][start : start + self.table.sizes[index]].zero_()
 
     def is_finite(self, slot: int) -> bool:
         """Whether the squared norm of what is in the slot is a number: not with nan, inf or 1e30 in it."""
         vector = self.slots[slot]
-        return all(math.isfinite(_square(vector[part])) for part in _parts(vector.numel()))
+        return all(math.isfinite(square_of(vector[part])) for part in _parts(vector.numel()))
 
     def seed(self, parts: ModelTensors, kept: Mapping[str, Tensor] | None = None) -> None:
         """The initial weights, into buffer 0. `kept` is what `current` gave in a run that this one goes on from."""
@@ -211,10 +275,18 @@ class Arena:
         first, last = self._weights_at
         memory.protect(self.segment.address + first, last - first)
 
-    def fetch(
-        self, parts: ModelTensors, pieces: Sequence[tuple[int, int]], *, extra: bool, exact: bool = False
-    ) -> None:
-        """The weights, into the model; with `extra` what is not trained too. `exact`: as the servers have them."""
+    def fetch(self, parts: ModelTensors, pieces: Sequence[tuple[int, int]], *, extra: bool, exact: bool = False) -> int:
+        """The weights, into the model; with `extra` what is not trained too. `exact`: as the servers have them.
+
+        Only rows that have changed where the model has weights that `confirm` was told of. How many bytes were read.
+        """
+        self._fetched_version = pieces[0][1] if len(pieces) == 1 else -1
+        found = None if exact or self.down is not None else self._rows_to_fetch(parts.trained)
+        self._model_has = None  # until this is confirmed
+        if found is not None:
+            if extra:
+                write_tensors(self.extra, parts.extra)
+            return self._fetch_rows(parts.trained, pieces[0][0], found)
         if self.down is not None and not exact:
             write_tensors(self.rounded(self.gather(pieces)), parts.trained)
         elif len({buffer for buffer, _ in pieces}) == 1:
@@ -223,6 +295,48 @@ class Arena:
             write_tensors(self.gather(pieces), parts.trained)
         if extra:
             write_tensors(self.extra, parts.extra)
+        whole = self.weights[0].nbytes
+        return whole if exact or self.down is None else self.down.payload.nbytes
+
+    def confirm(self, parts: ModelTensors) -> None:
+        """The weights that were fetched last are whole: nobody has written there meanwhile."""
+        if self.row_tables and self.changed and self._fetched_version >= 0:
+            self._model_has = _ModelWeights(self._fetched_version, parts.trained, self._changes(parts.trained))
+
+    def _changes(self, trained: tuple[nn.Parameter, ...]) -> tuple[int, ...]:
+        return tuple(trained[one]._version for one in self.row_tables)
+
+    def _rows_to_fetch(self, trained: tuple[nn.Parameter, ...]) -> dict[int, Tensor] | None:
+        """By parameter; None: all is to be fetched."""
+        has = self._model_has
+        if has is None or has.trained is not trained or has.changes != self._changes(trained):
+            return None
+        return self.rows_since(has.version, self._fetched_version)
+
+    def rows_since(self, before: int, version: int) -> dict[int, Tensor] | None:
+        """The rows of each parameter that were changed after a version, up to another; None where that is not known."""
+        found: dict[int, list[Tensor]] = {one: [] for one in self.row_tables}
+        for shard in self.changed:
+            for one, changed in shard.items():
+                rows = changed.since(before, version)
+                if rows is None:
+                    return None
+                found[one] += rows
+        return {one: sparse_rows.union(rows) for one, rows in found.items()}
+
+    def _fetch_rows(self, trained: tuple[nn.Parameter, ...], buffer: int, found: Mapping[int, Tensor]) -> int:
+        sources = self._views(buffer, trained)
+        others = [one for one in range(len(trained)) if one not in found]
+        copy_tensors([sources[one] for one in others], [trained[one] for one in others])
+        item = self.weights[0].itemsize
+        size_bytes = self.weights[0].nbytes
+        with torch.no_grad():
+            for one, rows in found.items():
+                target = trained[one]
+                values = sources[one][rows].to(target.device, target.dtype)
+                target.index_copy_(0, rows.to(target.device), values)
+                size_bytes -= sparse_rows.saved_bytes(self.row_tables[one], len(rows), item)
+        return size_bytes
 
     def _views(self, buffer: int, trained: tuple[Tensor, ...]) -> list[Tensor]:
         """A buffer in the shapes of the model's parameters. They are kept, unless they are very many."""
@@ -252,7 +366,8 @@ def _parts(items: int) -> list[slice]:
     return [slice(at, min(items, at + CHUNK)) for at in range(0, items, CHUNK)]
 
 
-def _square(vector: Tensor) -> float:
+def square_of(vector: Tensor) -> float:
+    """The squared norm."""
     wide = vector if vector.dtype.itemsize >= 4 else vector.float()
     return float(torch.dot(wide, wide))
 

@@ -21,7 +21,21 @@ from offbeat.errors import RequestError
 
 MOST_BLOCKS = 1024
 MOST_TENSORS, MOST_GROUPS = 10_000, 400  # so that every message fits
+MOST_ROWS = 2**31 - 1  # of an embedding: their numbers are int32
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class RowTable(NamedTuple):
+    """A parameter of which only rows are pushed: an embedding with sparse gradients."""
+
+    parameter: int  # its number
+    start: int  # in the flat vector
+    rows: int
+    width: int  # items in a row
+
+    @property
+    def end(self) -> int:
+        return self.start + self.rows * self.width
 
 
 class ParameterLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,6 +51,7 @@ class ParameterLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     clip_norm: float  # of the mean gradient of an update; 0: it is not clipped
     in_place: bool  # learners have the weights where the servers have them
     digest: str
+    widths: tuple[int, ...] = ()  # of each: items in a row, where only rows are pushed; 0: all of it. None: all whole
 
     @property
     def items(self) -> int:
@@ -57,6 +72,17 @@ class ParameterLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Where each parameter begins."""
         return [0, *accumulate(self.sizes)][:-1]
 
+    def row_tables(self) -> tuple[RowTable, ...]:
+        """The parameters of which only rows are pushed, in the order of the vector."""
+        return tuple(
+            RowTable(index, offset, size // width, width)
+            for index, (offset, size, width) in enumerate(zip(self.offsets(), self.sizes, self.widths, strict=False))
+            if width
+        )
+
+    def _row_sizes(self) -> Iterable[tuple[int, int]]:
+        return zip(self.widths, self.sizes, strict=False)
+
     def check(self) -> None:
         """`RequestError` where a layout, from whomever, is none."""
         sound = (
@@ -68,6 +94,9 @@ class ParameterLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             and self.dtype in ("float32", "float64")
             and self.gradients in DTYPES
             and 0 <= self.clip_norm < math.inf
+            and len(self.widths) in (0, len(self.sizes))
+            and all(width >= 0 and (not width or (size and size % width == 0)) for width, size in self._row_sizes())
+            and all(one.rows <= MOST_ROWS for one in self.row_tables())
         )
         if not sound:
             raise RequestError("not the layout of a model: sizes, groups and types do not fit together")
@@ -143,6 +172,18 @@ def model_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[M
     return ModelTensors(trained, extra), tuple(number for _, number in numbered)
 
 
+def row_parameters(model: nn.Module, parts: ModelTensors) -> frozenset[int]:
+    """The parameters of which only rows are pushed: those of embeddings with sparse gradients."""
+    sparse = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    }
+    return frozenset(
+        index for index, one in enumerate(parts.trained) if id(one) in sparse and one.dim() == 2 and one.numel()
+    )
+
+
 def layout_of(
     model: nn.Module,
     parts: ModelTensors,
@@ -153,8 +194,10 @@ def layout_of(
     gradients: str | None = None,
     clip_norm: float = 0.0,
     in_place: bool = False,
+    rows: frozenset[int] = frozenset(),
 ) -> ParameterLayout:
-    """The layout of a model; `gradients` is the type in which gradients travel (default: that of the weights)."""
+    """The layout of a model; `gradients` is the type in which gradients travel (default: that of the weights), `rows`
+    the parameters of which only rows are pushed."""
     types = {parameter.dtype for parameter in parts.trained}
     odd = [str(one) for one in types if not one.is_floating_point]
     dtype = "float64" if torch.float64 in types else "float32"
@@ -184,6 +227,8 @@ def layout_of(
         f"{names[id(p)]} {tuple(p.shape)} {p.dtype} {group}" for p, group in zip(parts.trained, groups, strict=True)
     ]
     text += [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in parts.extra]
+    widths = tuple(p.shape[1] if at in rows else 0 for at, p in enumerate(parts.trained)) if rows else ()
+    text += [f"rows {widths}"] if rows else []
     return ParameterLayout(
         sizes=tuple(p.numel() for p in parts.trained),
         groups=groups,
@@ -195,6 +240,7 @@ def layout_of(
         clip_norm=clip_norm,
         in_place=in_place,
         digest=hashlib.sha256("\n".join(text).encode()).hexdigest()[:32],
+        widths=widths,
     )
 
 

@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from offbeat.errors import OffbeatError
 
-PROTOCOL = 6
+PROTOCOL = 7
 MOST_BYTES = 128 * 1024
 MOST_DATA_BYTES = MOST_BYTES // 2  # of all learners together, in one group call
 _CHECKSUM_BYTES = 4
@@ -101,6 +101,8 @@ class Push(FromSession, frozen=True):
     absent: Places = ()  # parameters without a gradient
     began_s: Seconds = 0.0
     ended_s: Seconds = 0.0
+    sent_bytes: Number = 0  # as it travels, where only rows of some parameters are pushed; and what was fetched since
+    received_bytes: Number = 0  # the push before
 
 
 class Stop(FromSession, frozen=True):

@@ -26,7 +26,7 @@ def check_memory(learners: int, available_bytes: int | None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wires:
-    """How gradients and weights travel: the same number of bytes each way.
+    """How gradients and weights travel: the same number of bytes each way, unless more is said.
 
     With several shards each has a link of its own and an equal part of every transfer, which is as if one link had the
     bandwidth of all of them.
@@ -37,6 +37,8 @@ class Wires:
     server_bytes_per_s: float = math.inf
     shards: int = 1
     latency_s: float = 0.0
+    push_bytes: int = 0  # where only rows of some parameters are pushed, and
+    fetch_bytes: int = 0  # fetched; 0: all of them
 
     def cap(self, learner: int) -> float:
         caps = self.learner_bytes_per_s

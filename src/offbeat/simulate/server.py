@@ -144,8 +144,8 @@ class Simulation:
         self.fetching = [False] * count
         self.wires = cluster.wires or Wires(size_bytes=0)
         self.latency_s, self.size_bytes = self.wires.latency_s, self.wires.size_bytes
-        self.push_bytes = self.rule.push_bytes(self.size_bytes)
-        self.fetch_bytes = self.rule.fetch_bytes(self.size_bytes)
+        self.push_bytes = self.wires.push_bytes or self.rule.push_bytes(self.size_bytes)
+        self.fetch_bytes = self.wires.fetch_bytes or self.rule.fetch_bytes(self.size_bytes)
         self.starts = cluster.begins()
         self.works = cluster.works()
         self.cores = cluster.cores or Cores(count=1, law=cluster.law)

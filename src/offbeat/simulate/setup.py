@@ -34,6 +34,8 @@ class Network:
     latency_s: float = 0.0
     learner_bytes_per_s: float = math.inf
     server_bytes_per_s: float = math.inf
+    push_bytes: int = 0  # of a push of rows, and
+    fetch_bytes: int = 0  # of a fetch of rows; 0: of the whole vector
     shards: int = 1
     topology: str = "uniform"
     layers: int = 50  # of the model, for overlap
@@ -52,6 +54,8 @@ class Network:
         return self.port_bytes_per_s < math.inf or self.latency_s > 0
 
     def wires(self) -> Wires | None:
+        if (self.push_bytes or self.fetch_bytes) and not self.size_bytes:
+            raise RequestError("--push-size and --fetch-size need --size, the size of the model")
         if not self.size_bytes and not self.latency_s:
             return None
         return Wires(
@@ -60,6 +64,8 @@ class Network:
             server_bytes_per_s=self.server_bytes_per_s,
             shards=self.shards,
             latency_s=self.latency_s,
+            push_bytes=self.push_bytes,
+            fetch_bytes=self.fetch_bytes,
         )
 
     def model(self) -> Model:

@@ -52,6 +52,7 @@ from offbeat.train.config import Config
 from offbeat.train.config_files import changed, read_config, write_config
 from offbeat.train.learning_rate import STATES
 from offbeat.train.memory_limit import check_need, give_back, map_large_blocks, room_of
+from offbeat.train.models import MODELS, builtin_of
 from offbeat.train.out_of_memory import naming_memory, told_of_batch, told_of_model
 from offbeat.train.peer_trainer import PeerTrainer
 from offbeat.train.pipelined_trainer import PipelinedTrainer
@@ -198,7 +199,8 @@ def prepare(
     _check_enough(config, samples)
     if device.type == "cpu":
         _check_memory(config, made, here // config.layout.stages)
-    unused = check_apart(made, backward=own and family_of(config.sync) == ALL_REDUCE)
+    may_be_sparse = not own and "sparse" in builtin_of("model", config.model.name, MODELS).options
+    unused = check_apart(made, backward=(own or may_be_sparse) and family_of(config.sync) == ALL_REDUCE)
     if resume is not None and not config.train.batch_size:
         config = _with_batch_of(config, RunDir(resume))
     config = settle_batch(config, made, tell)

@@ -251,6 +251,29 @@ def _vgg16(shape: Shape, classes: int) -> nn.Module:
 # --- text ---------------------------------------------------------------------------------------------------------
 
 
+class Bag(nn.Module):
+    """(N, F) numbers of features in, scores of the classes out: the mean of the features' rows, then a linear layer.
+
+    A feature that was never seen in training has a row of zeros, and no say.
+    """
+
+    def __init__(self, features: int, width: int, classes: int, *, sparse: bool) -> None:
+        super().__init__()
+        self.features = nn.EmbeddingBag(features, width, mode="mean", sparse=sparse)
+        self.scores = nn.Linear(width, classes)
+        nn.init.zeros_(self.features.weight)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        scores: Tensor = self.scores(self.features(numbers))
+        return scores
+
+
+def _bag(shape: Shape, classes: int, *, features: int, width: int, sparse: bool) -> nn.Module:
+    if len(shape) != 1:
+        raise RequestError(f"model bag needs samples that are numbers of features; got samples of shape {shape}")
+    return Bag(features, width, classes, sparse=sparse)
+
+
 class _Decoder(nn.Module):
     """A layer of the transformer, norms first: each character sees itself and those before it."""
 
@@ -360,6 +383,11 @@ MODELS: dict[str, Builtin] = {
     "resnet50": Builtin("ResNet-50", _resnet50, {}),
     "alexnet": Builtin("AlexNet in one tower: little computation, many parameters", _alexnet, {}),
     "vgg16": Builtin("VGG-16: the most parameters", _vgg16, {}),
+    "bag": Builtin(
+        "an embedding of rare features and a linear layer; gradients of the embedding are sparse",
+        _bag,
+        {"features": 200_000, "width": 16, "sparse": True},
+    ),
     "transformer": Builtin(
         "decoder-only transformer for text by characters (context and vocabulary 0: as in the data)",
         _transformer,

@@ -27,8 +27,10 @@ _FASHION = DataConfig(name="fashion-mnist")
 _IMAGES = DataConfig(name="synthetic-images")
 
 
-def _recipe(name: str, summary: str, model: ModelConfig, data: DataConfig, train: TrainConfig) -> Recipe:
-    return Recipe(name, summary, Config(name=name, model=model, data=data, train=train))
+def _recipe(
+    name: str, summary: str, model: ModelConfig, data: DataConfig, train: TrainConfig, sync: str = "ring"
+) -> Recipe:
+    return Recipe(name, summary, Config(name=name, model=model, data=data, train=train, sync=sync))
 
 
 _ALL = (
@@ -135,6 +137,14 @@ _ALL = (
             precision="bf16",
             schedule="cosine",
         ),
+    ),
+    _recipe(
+        "synthetic-rare",
+        "bags of rare features, an embedding of 200,000 rows with sparse gradients: 80 % in seconds",
+        ModelConfig(name="bag"),
+        DataConfig(name="synthetic-rare"),
+        TrainConfig(epochs=1, batch_size=64, lr_batch=64, optimizer="adagrad", lr=0.3, scaling="none"),
+        sync="full-sync",
     ),
     _recipe(
         "synthetic-resnet50",

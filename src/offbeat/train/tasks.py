@@ -168,6 +168,25 @@ def _synthetic(*, samples: int, features: int, classes: int, seed: int) -> Loade
     return Loaded(train, test, (features,), classes)
 
 
+def _synthetic_rare(*, samples: int, features: int, active: int, classes: int, seed: int) -> Loaded:
+    """Bags of features as texts have words: feature k comes about 1/k times as often as the first (Zipf's law).
+
+    Each feature speaks for one class, and the class of a bag is the one that most of its features speak for; the
+    frequent ones count as much as the rare ones.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tests = max(1, samples // 4)
+    speaks_for = torch.randint(classes, (features,), generator=generator)
+    chances = 1 / torch.arange(1, features + 1, dtype=torch.float64)
+    many = (samples + tests) * active
+    drawn = torch.rand(many, generator=generator, dtype=torch.float64) * chances.sum()
+    bags = torch.searchsorted(chances.cumsum(0), drawn).clamp_(max=features - 1).view(-1, active)
+    votes = functional.one_hot(speaks_for[bags], classes).sum(1)
+    targets = votes.argmax(1)
+    train, test = Tensors(bags[:samples], targets[:samples]), Tensors(bags[samples:], targets[samples:])
+    return Loaded(train, test, (active,), classes)
+
+
 def _synthetic_images(*, samples: int, size: int, classes: int, seed: int, pixels: str, augment: bool) -> Loaded:
     """Noise of a few kinds, for measuring speed; the test samples are among those that are trained on."""
     generator = torch.Generator().manual_seed(seed)
@@ -207,6 +226,11 @@ DATA: dict[str, Builtin] = {
         "linearly separable points",
         _synthetic,
         {"samples": 1024, "features": 16, "classes": 4, "seed": 0},
+    ),
+    "synthetic-rare": Builtin(
+        "bags of features of which most are rare, as words are in texts; the label depends on them",
+        _synthetic_rare,
+        {"samples": 40_000, "features": 200_000, "active": 21, "classes": 2, "seed": 0},
     ),
     "synthetic-images": Builtin(
         "random images in the shape of ImageNet, for measuring speed",

@@ -233,6 +233,11 @@ class CoordinatorProcess:
         setting = self._setting_for(table)
         if setting.spread and table.in_place:
             raise OffbeatError("in_place=True needs all servers on the host of the learner; remove --place spread")
+        if setting.spread and table.row_tables():
+            raise OffbeatError(
+                "embeddings with sparse gradients need all servers on one host; build them with sparse=False, or "
+                "remove --place spread"
+            )
         layout = ArenaLayout(table, setting)
         if held is None:
             spans = layout.spans_of(0) if setting.spread else None

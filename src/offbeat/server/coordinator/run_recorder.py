@@ -71,7 +71,7 @@ class RecorderState(msgspec.Struct, kw_only=True):
 
 _PLAIN = (
     "compute_s", "wait_s", "minibatches", "fetches", "refused", "first_s", "last_s", "stops", "reclaimed_before_s",
-    "paused_before_s", "_version", "_update_began_s",
+    "paused_before_s", "saved_bytes", "told_bytes", "_version", "_update_began_s",
 )  # fmt: skip
 
 
@@ -100,6 +100,8 @@ class RunRecorder:
         self.paused_before_s = 0.0  # in the others
         self.push_bytes = self.fetch_bytes = 0  # of one
         self.fetches = 0
+        self.saved_bytes = 0  # by pushes of rows, against those of the whole vector
+        self.told_bytes = 0  # of weights, by who fetches rows
         self.reads_unsaid = False  # a learner that pushes, or stops, has read the weights that it was sent
         self.refused = 0  # messages that could not be
         self.losses = LossSeries(learners)  # of pushes that say it
@@ -171,6 +173,9 @@ class RunRecorder:
             for kept in (self._seen, self._ended_s, self._begins_after):
                 kept.pop((learner, message.incarnation - INCARNATIONS_KEPT), None)
         self._seen[session] = message.seq
+        if isinstance(message, Push) and message.sent_bytes:
+            self.saved_bytes += max(0, self.push_bytes - message.sent_bytes)
+            self.told_bytes += message.received_bytes
         self.fetches += self.reads_unsaid and session in self._begins_after
         began, ended = message.began_s, message.ended_s
         if not 0 <= began < ended:  # a minibatch that was cancelled before it began
@@ -295,8 +300,8 @@ class RunRecorder:
             "wait_s": self.wait_s,
             "wait_share": sum(self.wait_s) / max(sum(self.compute_s) + sum(self.wait_s), 1e-9),
             "minibatches": self.minibatches,
-            "sent_bytes": counts["received"] * self.push_bytes,
-            "received_bytes": self.fetches * self.fetch_bytes,
+            "sent_bytes": max(0, counts["received"] * self.push_bytes - self.saved_bytes),
+            "received_bytes": self.told_bytes or self.fetches * self.fetch_bytes,
             "unfinished": len(machine.in_updates()),
             "warning": self._warning(machine),
         }  # fmt: skip

@@ -262,6 +262,8 @@ class ConnectionState:
         absent: tuple[int, ...] = (),
         began_s: float = 0.0,
         ended_s: float = 0.0,
+        sent_bytes: int = 0,
+        received_bytes: int = 0,
     ) -> list[Message]:
         """The minibatch is done, and its gradient is in the slot."""
         told = self.version if version is None else version
@@ -278,6 +280,8 @@ class ConnectionState:
             absent,
             began_s,
             ended_s,
+            sent_bytes,
+            received_bytes,
         )
         return self._say_answer(answer)
 

@@ -14,7 +14,7 @@ autograd's own thread for the device; autograd carries `Cancelled` from there to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from offbeat.errors import RequestError
+from offbeat.server.sparse_rows import dense_of
 
 COMPARED = 16  # elements of a gradient that are compared in `finish`
 NAMED = 3  # names in a note, before "and 9 more"
@@ -47,7 +48,7 @@ class GradientSink(Protocol):
     def fill(self, index: int, gradient: Tensor) -> None:
         """Copy a gradient to where it is pushed from; called again when the gradient has changed: the last call counts.
 
-        It gets gradients as they are, on their device, sparse ones as dense ones.
+        It gets gradients as they are, on their device, sparse ones as dense ones but for those of `rows`.
         """
 
     def is_unchanged(self, index: int, gradient: Tensor) -> bool:
@@ -114,6 +115,7 @@ class Hooks:
 
     Gradients go to the sink, and it says whether the minibatch at hand is cancelled; `interrupts` is whether that ends
     it (a user's block may be left before the step). With `keeps_buffers`, buffers are saved at `begin`, for `abandon`.
+    The sink takes sparse gradients of the parameters in `rows` as they are.
 
     `notes` say, in words, how coarsely a cancel acts where it does not act at every layer.
 
@@ -133,6 +135,7 @@ class Hooks:
         sink: GradientSink,
         *,
         keeps_buffers: bool,
+        rows: Collection[int] = (),
     ) -> None:
         modules = tuple(_visible_modules(model))
         _check(model, modules, parameters)
@@ -141,6 +144,7 @@ class Hooks:
         self._model = model
         self._parameters = tuple(parameters)
         self._sink = sink
+        self._rows = rows
         self._keeps_buffers = keeps_buffers
         self._armed = False
         self._filled: dict[int, FilledGradient] = {}
@@ -234,7 +238,8 @@ class Hooks:
     def _fill(self, index: int, gradient: Tensor) -> None:
         if gradient.requires_grad:  # backward(create_graph=True): the copy is no part of the graph
             gradient = gradient.detach()
-        self._sink.fill(index, gradient if gradient.layout is torch.strided else gradient.to_dense())
+        is_taken = gradient.layout is torch.strided or index in self._rows
+        self._sink.fill(index, gradient if is_taken else dense_of(gradient))
 
     def _sample(self, gradient: Tensor) -> Tensor:
         key = gradient.numel(), gradient.device

@@ -58,6 +58,7 @@ class PushMode(GradientSink):
         self.state, self.arena = connection.state, connection.arena
         self.version = 0  # of the weights that the model has
         self.sent_bytes = self.received_bytes = 0  # gradients, and weights
+        self._told_bytes = 0  # of those received, as the coordinator knows
         self.loaded = (0, 0)  # incarnation and pin under which it got them: later ones are larger
         self.resumed: Mapping[str, Tensor] | None = None  # what the run goes on from, if this learner is asked for it
         self.feedback: Feedback | None = None
@@ -116,6 +117,8 @@ class PushMode(GradientSink):
                     self.connection.say(ConnectionState.fetched, go.pin)
             self.version = go.version
             if not self.connection.is_cancelled() and not self.connection.is_fenced(incarnation):
+                if go.pieces:
+                    self.arena.confirm(self.tensors)
                 return
             self.connection.say(ConnectionState.stop)
 
@@ -140,9 +143,7 @@ class PushMode(GradientSink):
 
     def load(self, pieces: Pieces, *, extra: bool, exact: bool = False) -> None:
         """Weights, into the model; with `extra` what is not trained too. `exact`: as the servers have them."""
-        size_bytes = self.arena.weights[0].nbytes
-        self.received_bytes += size_bytes if exact else self.rule.fetch_bytes(size_bytes)
-        self.arena.fetch(self.tensors, pieces, extra=extra, exact=exact)
+        self.received_bytes += self.arena.fetch(self.tensors, pieces, extra=extra, exact=exact)
 
     def load_last(self) -> None:
         """The weights at the end of the run, when nobody changes them any more."""
@@ -181,7 +182,9 @@ class PushMode(GradientSink):
             if finite:
                 self.arena.encode(self.state.slot, self.feedback)
                 self._coded = self.state.incarnation, self.state.seq
-        self.sent_bytes += self.rule.push_bytes(self.arena.slots[0].nbytes)
+        by_row = bool(self.arena.row_tables)
+        size_bytes = self.arena.push_bytes(self.state.slot)
+        self.sent_bytes += size_bytes if by_row else self.rule.push_bytes(size_bytes)
         self.arena.deliver(self.state.slot)
         self.connection.say(
             ConnectionState.push,
@@ -192,9 +195,12 @@ class PushMode(GradientSink):
             hyper=report.hyper,
             leases=report.leases,
             absent=absent,
+            sent_bytes=size_bytes if by_row else 0,
+            received_bytes=self.received_bytes - self._told_bytes if by_row else 0,
             began_s=report.began_s - self._start_s,
             ended_s=time.monotonic() - self._start_s,
         )
+        self._told_bytes = self.received_bytes
 
     def cancel(self, began_s: float) -> None:
         """The open minibatch, computed since `began_s`, was cancelled: its samples go back."""

@@ -48,6 +48,7 @@ from offbeat.server.parameter_layout import (
     DTYPES,
     layout_of,
     model_tensors,
+    row_parameters,
     state_from_vectors,
     state_to_vectors,
     write_tensors,
@@ -133,6 +134,11 @@ class ServedLearner(Learner):
             raise RequestError(f"in_place does not work with '{self.strategy}': rounded weights need their own memory")
         tensors, groups = model_tensors(model, optimizer)
         rule, hypers = optimizers.describe(optimizer)
+        by_row = row_parameters(model, tensors)
+        if by_row and (delta or fetches or own.codec is not None):
+            why = "a codec codes the whole vector" if own.codec is not None else "learners take local steps"
+            self._notes += (f"gradients of sparse embeddings are pushed whole with '{self.strategy}': {why}",)
+            by_row = frozenset()
         if delta:
             rule, hypers = "sgd", optimizers.outer_of(self._policy.outer_optimizer, optimizer)
         layout = layout_of(
@@ -144,6 +150,7 @@ class ServedLearner(Learner):
             gradients=gradients,
             clip_norm=clip_norm or 0.0,
             in_place=in_place,
+            rows=by_row,
         )
         if (own.codec or own.down) and (layout.dtype, layout.gradients) != ("float32", "float32"):
             raise RequestError(
@@ -167,7 +174,9 @@ class ServedLearner(Learner):
             note = optimizers.outer_note(self._policy.outer_optimizer, hypers)
             self._notes += (note,) if note else ()
         self._outer_hyper = tuple(hypers) if delta else None
-        self._hooks = Hooks(model, tensors.trained, mode, keeps_buffers=self._policy.cancels)
+        self._hooks = Hooks(
+            model, tensors.trained, mode, keeps_buffers=self._policy.cancels, rows=mode.arena.row_tables
+        )
         self._notes += (*self._hooks.notes, *optimizers.notes_of(optimizer))
         self._unsaid = () if self._policy.cancels else self._hooks.notes  # those are about cancelling
         mode.start()

@@ -23,13 +23,13 @@ from typing import NamedTuple
 from offbeat.errors import OffbeatError
 from offbeat.server.wire import MOST_BYTES
 
-PROTOCOL = 2
+PROTOCOL = 3
 PIECE_BYTES = 256 * 1024
 _HEADER = struct.Struct("<4sBBHIQQ")
 _MAGIC = b"obr1"
 HEADER_BYTES = _HEADER.size
 _GREETING = struct.Struct("<8sHBxI16s16s")
-_GREETING_MAGIC = b"offbeat\2"
+_GREETING_MAGIC = b"offbeat\3"
 GREETING_BYTES = _GREETING.size
 _WORDS = struct.Struct("<QQQQ")
 WORDS_BYTES = _WORDS.size
@@ -88,6 +88,10 @@ class Region(IntEnum):
     STEPS = 5
     ROUNDED = 6  # weights as a payload of the codec for them
     COMMITTED = 7  # version and buffer of each commit group
+    ROWS = 8  # of a parameter's gradient, as a payload (`sparse_rows`); `which` says which parameter
+
+
+GRADIENTS = (Region.GRADIENT, Region.ROWS)  # which belong to a minibatch
 
 
 class Reading(IntEnum):

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
-from offbeat.server.remote.frames import PIECE_BYTES, Header, Region
+from offbeat.server.remote.frames import GRADIENTS, PIECE_BYTES, Header
 
 NOT_SENT_BYTES = 128 * 1024  # that the kernel takes of gradients and has not sent: they can be cancelled no more
 _LOOK_S = 0.2  # where there is nothing to send
@@ -69,7 +69,7 @@ class Outgoing:
                     self._queue.popleft()
                     self._busy = True
                     return first
-                if first.header.region is Region.GRADIENT and first.header.number <= cancelled:
+                if first.header.region in GRADIENTS and first.header.number <= cancelled:
                     self._queue.popleft()
                     continue
                 start, end = first.start, min(first.end, first.start + PIECE_BYTES)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -22,7 +22,8 @@ from offbeat.codecs.feedback import Feedback, Rounded
 from offbeat.collectives import memory
 from offbeat.collectives.sync import Word
 from offbeat.errors import PeerError
-from offbeat.server.arena import Arena, Pieces, stamp
+from offbeat.server import sparse_rows
+from offbeat.server.arena import Arena, Pieces, square_of, stamp
 from offbeat.server.parameter_layout import DTYPES, ModelTensors, ParameterLayout
 from offbeat.server.remote.frames import SEED_BYTES, FrameError, Header, Kind, Reading, Region, Words
 from offbeat.server.remote.road_process import bytes_of, coded_push
@@ -70,6 +71,18 @@ class RemoteArena(Arena):
         self.uplink: Uplink | None = None
         self._slot_bytes, self._item = bytes_of(slot), slot.itemsize
         self._coded = coded_push(table, setting)
+        self.row_tables = {one.parameter: one for one in table.row_tables()}
+        self._rows = {index: sparse_rows.room(one, slot.itemsize) for index, one in self.row_tables.items()}
+        self._rows_bytes = dict.fromkeys(self._rows, 0)  # of each payload, as it is now
+        self.changed = []
+        self._model_has = None
+        self._fetched_version = -1
+        self._come_rows = {
+            one: sparse_rows.room(each, self.weights[0].itemsize) for one, each in self.row_tables.items()
+        }
+        self._row_numbers: dict[int, list[int]] = {}  # number -> parameters of which rows came
+        self._bytes: dict[int, int] = {}  # number -> how many bytes of weights came
+        self._fetched_bytes = 0
         self.down = None if setting.down is None else Rounded(setting.down, table.items)
         self._learner = learner
         self._minibatch = 0  # that is being filled
@@ -88,14 +101,30 @@ class RemoteArena(Arena):
 
     def fill(self, slot: int, index: int, gradient: Tensor) -> float:
         square = super().fill(slot, index, gradient)
+        if index in self.row_tables:  # they are sent when all of them are there
+            return square
         self._send_gradient(slot, self.offsets[index], self.table.sizes[index])
         return square
 
     def clear(self, slot: int, indices: Iterable[int]) -> None:
         absent = tuple(indices)
         super().clear(slot, absent)
-        for index in absent:
+        for index in set(absent) - self.row_tables.keys():
             self._send_gradient(slot, self.offsets[index], self.table.sizes[index])
+
+    def fill_rows(self, slot: int, pushed: sparse_rows.Rows) -> float:
+        index, values = pushed.table.parameter, pushed.values.to(self.slots[slot].dtype)
+        self._rows_bytes[index] = sparse_rows.encode(pushed, self._rows[index], values.dtype)
+        return square_of(values.view(-1))
+
+    def push_bytes(self, slot: int) -> int:
+        tables = self.row_tables.values()
+        whole = len(self._slot_bytes) - sum(one.rows * one.width for one in tables) * self._item
+        return whole + sum(self._rows_bytes.values())
+
+    def deliver(self, slot: int) -> None:
+        for index, size in self._rows_bytes.items():
+            self._send(Header(Kind.WRITE, Region.ROWS, index, size, self._minibatch), bytes_of(self._rows[index]))
 
     def put(self, slot: int, vector: Tensor) -> None:
         super().put(slot, vector)
@@ -146,7 +175,12 @@ class RemoteArena(Arena):
         with self._changed:
             self._changed.wait_for(lambda: self._broken or (incarnation, pin) in self._ended)
             buffer = self._ended.get((incarnation, pin), GO_BUFFER)
+            self._fetched_bytes = self._bytes.pop(pin, 0)
         return tuple((buffer, version) for _, version in pieces)
+
+    def fetch(self, parts: ModelTensors, pieces: Sequence[tuple[int, int]], *, extra: bool, exact: bool = False) -> int:
+        whole = super().fetch(parts, pieces, extra=extra, exact=exact)
+        return self._fetched_bytes if self.row_tables and not exact else whole
 
     def last(self) -> Pieces:
         self._read(Reading.LAST)
@@ -201,6 +235,12 @@ class RemoteArena(Arena):
         if header.region is Region.WEIGHTS and header.which < len(self.weights):
             region = self.weights[header.which]
             self._buffers[header.number] = header.which
+        elif header.region is Region.ROWS and header.which in self._come_rows:
+            region = self._come_rows[header.which]
+            self._buffers[header.number] = GO_BUFFER
+            of_number = self._row_numbers.setdefault(header.number, [])
+            if header.which not in of_number:
+                of_number.append(header.which)
         elif header.region is Region.ROUNDED and self.down is not None and header.which < len(self.weights):
             region = self.down.payload
             self._buffers[header.number] = header.which
@@ -214,10 +254,15 @@ class RemoteArena(Arena):
         data = memoryview(b"") if region is None else bytes_of(region)
         if header.offset + header.size > len(data):
             raise FrameError(f"bytes beyond the end of {header.region.name}")
+        if self.row_tables and header.region in (Region.WEIGHTS, Region.ROWS):
+            self._bytes[header.number] = self._bytes.get(header.number, 0) + header.size
         return data[header.offset : header.offset + header.size]
 
-    def ended(self, incarnation: int, number: int) -> None:
+    def ended(self, incarnation: int, number: int, *, whole: bool = True) -> None:
         """What was sent under this number has come, as far as it comes."""
+        for one in self._row_numbers.pop(number, ()):
+            if whole:
+                self._take_rows(one)
         if number in self._rounded and self.down is not None:
             self._rounded.discard(number)
             self.down.decode(self.weights[self._buffers[number]])
@@ -226,6 +271,14 @@ class RemoteArena(Arena):
             while len(self._ended) > _PINS_KEPT:
                 del self._ended[next(iter(self._ended))]
             self._changed.notify_all()
+
+    def _take_rows(self, one: int) -> None:
+        table, weights = self.row_tables[one], self.weights[GO_BUFFER]
+        try:
+            changed = sparse_rows.decode(self._come_rows[one], table, weights.dtype)
+        except sparse_rows.RowsError as error:
+            raise FrameError(str(error)) from None
+        sparse_rows.matrix(weights, table).index_copy_(0, changed.numbers, changed.values)
 
     def lost(self) -> None:
         """The connection broke: this incarnation is over, and its minibatch is not wanted any more."""

@@ -219,7 +219,7 @@ class Link:
             receive_all(one, words)
             self.arena.set_words(unpack_words(words))
             if header.kind is Kind.END:
-                self.arena.ended(header.offset, header.number)
+                self.arena.ended(header.offset, header.number, whole=bool(header.which))
 
 
 def _room(size_bytes: int) -> memoryview:

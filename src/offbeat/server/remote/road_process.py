@@ -34,7 +34,7 @@ from offbeat.errors import OffbeatError
 from offbeat.network.connections import AnyConnection
 from offbeat.network.port import receive_all, send_all
 from offbeat.network.streams import ClosedError
-from offbeat.server import handshake
+from offbeat.server import handshake, sparse_rows
 from offbeat.server.arena import Arena
 from offbeat.server.parameter_layout import ParameterLayout
 from offbeat.server.remote.frames import (
@@ -50,7 +50,7 @@ from offbeat.server.remote.frames import (
     Words,
     unpack,
 )
-from offbeat.server.remote.road_state import ASK_BUFFER, PinnedSend, RoadState
+from offbeat.server.remote.road_state import ASK_BUFFER, GO_BUFFER, PinnedSend, RoadState
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.wire import (
     INPUT,
@@ -187,6 +187,9 @@ class RoadProcess:
         self._slots = [bytes_of(slot) for slot in arena.slots]
         self._coded = coded_push(arena.table, arena.setting)
         self._coder = None if codec is None else codec.coder()
+        item = arena.slots[0].itemsize
+        self._sent_version: int | None = None  # that the learner's buffer for Gos has, if it has one wholly
+        self._rows = {index: sparse_rows.room(one, item) for index, one in arena.row_tables.items()}
 
     def _answer(self, accept: handshake.Accept) -> None:
         data = handshake.encode_accept(accept)
@@ -266,6 +269,8 @@ class RoadProcess:
         arena, names = self.arena, self.arena.table.states
         if region is Region.GRADIENT:
             return self._slots[index] if self._coded is None else bytes_of(self._coded)
+        if region is Region.ROWS and index in self._rows:
+            return bytes_of(self._rows[index])
         if region is Region.WEIGHTS:
             return bytes_of(arena.weights[0])
         if region is Region.EXTRA:
@@ -293,7 +298,7 @@ class RoadProcess:
         with contextlib.suppress(WireError):  # then it is refused there, and counted
             message = decode_input(data)
         if message is not None:
-            if self._coder is not None and isinstance(message, Push):
+            if isinstance(message, Push) and (self._coder is not None or self._rows):
                 self._decode(message)
             with self._lock:
                 frees = self.state.frees_slots(message)
@@ -307,12 +312,17 @@ class RoadProcess:
             self.coordinator.send(data)
 
     def _decode(self, message: Push) -> None:
-        """The gradient that came as a payload, into its slot."""
-        assert self._coder is not None and self._coded is not None
+        """The gradient that came as a payload, into its slot; the same for rows, which end the connection if they are
+        none of their parameter."""
         with self._writing:
             with self._lock:
                 slot = self.state.filled_slot(message)
-            if slot is not None:
+            if slot is None:
+                return
+            for index, payload in self._rows.items():
+                table = self.arena.row_tables[index]
+                self.arena.fill_rows(slot, sparse_rows.decode(payload, table, self.arena.slots[slot].dtype))
+            if self._coder is not None and self._coded is not None:
                 self._coder.seed(int(self._coded[:SEED_BYTES].view(torch.int64)))
                 self._coder.decode(self._coded[SEED_BYTES:], self.arena.slots[slot])
 
@@ -391,6 +401,45 @@ class RoadProcess:
 
         if job.extra and not self._send_region(Region.EXTRA, 0, self.arena.extra, job.pin, is_wanted):
             return False
+        before, self._sent_version = self._sent_version, None
+        if job.buffer != GO_BUFFER:
+            before, self._sent_version = None, before
+        found = None
+        if before is not None and self._rows and self.arena.down is None and len(job.pieces) == 1:
+            found = self.arena.rows_since(before, job.pieces[0][1])
+        if found is not None:
+            whole = self._send_rows(job, found, is_wanted) and is_wanted()
+        else:
+            whole = self._send_whole(job, is_wanted)
+        if whole and job.buffer == GO_BUFFER and len(job.pieces) == 1:
+            self._sent_version = job.pieces[0][1]
+        return whole
+
+    def _send_rows(self, job: PinnedSend, found: Mapping[int, Tensor], is_wanted: Callable[[], bool]) -> bool:
+        """The rows that have changed, and all of the other parameters."""
+        weights = self.arena.weights[job.pieces[0][0]]
+        start = 0
+        for one, rows in found.items():
+            table = self.arena.row_tables[one]
+            if not self._send_weights(job, weights, start, table.start, is_wanted):
+                return False
+            payload = torch.empty(sparse_rows.payload_bytes(table, len(rows), weights.itemsize), dtype=torch.uint8)
+            pushed = sparse_rows.Rows(table, rows, sparse_rows.matrix(weights, table)[rows])
+            sparse_rows.encode(pushed, payload, weights.dtype)
+            if not self._send_region(Region.ROWS, one, payload, job.pin, is_wanted):
+                return False
+            start = table.end
+        return self._send_weights(job, weights, start, len(weights), is_wanted)
+
+    def _send_weights(
+        self, job: PinnedSend, weights: Tensor, start: int, end: int, is_wanted: Callable[[], bool]
+    ) -> bool:
+        """A part of them."""
+        offset = start * weights.itemsize
+        return self._send_region(Region.WEIGHTS, job.buffer, weights[start:end], job.pin, is_wanted, offset)
+
+    def _send_whole(self, job: PinnedSend, is_wanted: Callable[[], bool]) -> bool:
+        """All weights."""
         if self.arena.down is not None:
             self.arena.rounded(self.arena.gather(job.pieces))
             vector = self.arena.down.payload

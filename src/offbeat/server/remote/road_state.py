@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from offbeat.server.arena import stamp
-from offbeat.server.remote.frames import Header, Region
+from offbeat.server.remote.frames import GRADIENTS, Header, Region
 from offbeat.server.wire import (
     INPUT,
     TO_LEARNER,
@@ -126,10 +126,11 @@ class RoadState:
 
     def target(self, header: Header) -> Target | None:
         """Where the bytes of a WRITE go; None: they are late, and go nowhere."""
-        if header.region is Region.GRADIENT:
+        if header.region in GRADIENTS:
             go = self._granted
-            fits = go is not None and header.number == stamp(go.incarnation, go.seq)
-            return Target(Region.GRADIENT, go.slot) if go is not None and fits else None
+            if go is None or header.number != stamp(go.incarnation, go.seq):
+                return None
+            return Target(header.region, go.slot if header.region is Region.GRADIENT else header.which)
         if self.seeding and header.number == self.incarnation:
             return Target(header.region, header.which)
         return None

@@ -13,8 +13,17 @@ from msgspec import structs
 from torch import Tensor, nn
 
 from offbeat.server.coordinator.grants import clip_of
-from offbeat.server.parameter_layout import DTYPES, layout_of, model_tensors, read_tensors, views, write_tensors
+from offbeat.server.parameter_layout import (
+    DTYPES,
+    layout_of,
+    model_tensors,
+    read_tensors,
+    row_parameters,
+    views,
+    write_tensors,
+)
 from offbeat.server.shard import optimizers
+from offbeat.server.sparse_rows import count_rows, dense_of, saved_bytes
 from offbeat.server.wire import Hyper, ShardJob
 
 
@@ -35,7 +44,14 @@ class InProcessServer:
         rule, hypers = optimizers.describe(optimizer) if outer is None else ("sgd", list(outer))
         states = optimizers.state_names(rule, hypers)
         self.table = layout_of(
-            model, self.parts, groups, rule=rule, states=states, clip_norm=clip_norm, gradients=gradients
+            model,
+            self.parts,
+            groups,
+            rule=rule,
+            states=states,
+            clip_norm=clip_norm,
+            gradients=gradients,
+            rows=row_parameters(model, self.parts),
         )
         dtype, items, self.device = DTYPES[self.table.dtype], self.table.items, self.parts.trained[0].device
         self.version = 0
@@ -44,6 +60,8 @@ class InProcessServer:
         self.states = [{name: torch.zeros(items, dtype=dtype, device=self.device) for name in states} for _ in range(2)]
         self.offsets = self.table.offsets()
         self._absent: dict[int, frozenset[int]] = {}  # parameters without a gradient
+        self.row_tables = self.table.row_tables()
+        self.push_bytes: dict[int, int] = {}  # of gradients of which only rows are pushed, until somebody counts them
         steps = [torch.zeros(len(self.table.sizes), dtype=torch.int64) for _ in range(2)]
         self._updates = optimizers.Updates(
             self.table, self.weights, self.slots, self.states, steps, 0, items, self.device
@@ -75,7 +93,14 @@ class InProcessServer:
             if gradient is None:
                 place.zero_()
             else:
-                place.copy_(gradient)
+                place.copy_(dense_of(gradient))
+        if self.row_tables:
+            found = [gradients[one.parameter] for one in self.row_tables]
+            counts = [
+                0 if one is None else count_rows(one, table) for one, table in zip(found, self.row_tables, strict=True)
+            ]
+            saved = (saved_bytes(one, count, slot.itemsize) for one, count in zip(self.row_tables, counts, strict=True))
+            self.push_bytes[number] = slot.nbytes - sum(saved)
         self._absent[number] = frozenset(index for index, gradient in enumerate(gradients) if gradient is None)
 
     def put_gradient(self, number: int, gradient: Tensor, absent: frozenset[int] = frozenset()) -> None:

@@ -18,7 +18,7 @@ This file knows nothing of processes or of where memory comes from. Hyperparamet
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from offbeat.errors import RequestError, unknown
-from offbeat.server.parameter_layout import DTYPES, ParameterLayout
+from offbeat.server import sparse_rows
+from offbeat.server.parameter_layout import DTYPES, ParameterLayout, RowTable
 from offbeat.server.wire import Hyper, ShardJob
 
 CHUNK = 256 * 1024  # items worked on at a time: what is computed stays in the cache
@@ -332,6 +333,13 @@ _WHOLE = {
 }
 
 
+def is_exact_by_row(rule: str, hyper: Hyper) -> bool:
+    """Whether a step leaves an item whose gradient is zero as it is, to the sign of a zero, and its state too."""
+    if hyper["weight_decay"] or hyper["maximize"]:
+        return False
+    return (rule == "sgd" and not hyper["momentum"]) or (rule == "adagrad" and hyper["eps"] > 0)
+
+
 def _rule(name: str) -> Rule:
     rule = RULES.get(name)
     if rule is None:
@@ -357,6 +365,43 @@ def _cut(vector: Tensor, part: slice) -> Tensor:
 # --- on a stretch of the flat vector ----------------------------------------------------------------------------------
 
 
+class RowChanges:
+    """Which rows of a parameter the last versions have changed, and at which version each of its copies is.
+
+    This is known of what was written here, and by nobody else: a process that takes another's place knows nothing, and
+    copies all.
+    """
+
+    KEPT = 64  # versions
+
+    def __init__(self, rows: int) -> None:
+        self._most = rows // 2  # more are copied sooner as a whole
+        self._at: dict[tuple[str, int], int] = {}  # copy -> its version
+        self._changed: dict[int, Tensor | None] = {}  # version -> rows; None: all
+
+    def since(self, copy: tuple[str, int], version: int) -> Tensor | None:
+        """The rows in which a copy is older than this version; None: all, as far as is known. It is about to change."""
+        at = self._at.pop(copy, -self.KEPT)
+        found = [self._changed.get(one) for one in range(max(at, version - self.KEPT) + 1, version + 1)]
+        known = [rows for rows in found if rows is not None]
+        if at > version or at <= version - self.KEPT or len(known) < len(found) or sum(map(len, known)) > self._most:
+            return None
+        return sparse_rows.union(known)
+
+    def of(self, version: int) -> Tensor | None:
+        """Those of a version."""
+        return self._changed.get(version)
+
+    def changed(self, version: int, rows: Tensor | None) -> None:
+        """By this version; None: all."""
+        self._changed[version] = rows
+        self._changed.pop(version - self.KEPT, None)
+
+    def finished(self, copy: tuple[str, int], version: int) -> None:
+        """A copy is at this version now."""
+        self._at[copy] = version
+
+
 class Updates:
     """The items from `start` to `end` of these vectors.
 
@@ -373,6 +418,7 @@ class Updates:
         start: int,
         end: int,
         device: torch.device | str = "cpu",
+        rows: Sequence[Mapping[int, Tensor]] = (),
     ) -> None:
         self.table, self.weights, self.slots, self.states, self.steps = table, weights, slots, states, steps
         self.start, self.end = start, end
@@ -381,6 +427,11 @@ class Updates:
         self._mean, self._scratch, self._wide = (torch.empty(most, dtype=dtype, device=device) for _ in range(3))
         self._counts = [one.numpy() for one in steps]  # the same memory; numpy adds a few numbers much sooner
         self._one_group = len(set(table.groups)) == 1
+        self._rows = rows  # of each slot, by parameter: the list of those that it has
+        self._tables = [one for one in table.row_tables() if rows and one.start < end and start < one.end]
+        self._whole = torch.empty(most if self._tables else 0, dtype=dtype, device=device)
+        self._changes = {one.parameter: RowChanges(one.rows) for one in self._tables}
+        self._lists: dict[tuple[int, int], Tensor] = {}  # of the job at hand, by slot and parameter
 
     def apply(self, job: ShardJob) -> None:
         """Compute the update into the target buffer. The state goes to its other copy, by odd and even versions."""
@@ -391,7 +442,9 @@ class Updates:
             new_steps[index] = steps[index]
         source, target = self.weights[job.source], self.weights[job.target]
         before, after = self.states[old], self.states[new]
-        for start, end, group, step in self._runs(new_steps, job.skip):
+        self._read_lists(job)
+        by_row = {one.parameter for one in self._tables if self._apply_rows(job, one, int(new_steps[one.parameter]))}
+        for start, end, group, step in self._runs(new_steps, job.skip, by_row):
             for first in range(start, end, CHUNK):
                 part = slice(first, min(end, first + CHUNK))
                 states = {name: _cut(vector, part) for name, vector in before.items()}
@@ -412,18 +465,24 @@ class Updates:
                     new_states,
                     self._scratch,
                 )
+        for one in self._tables:
+            self._changes[one.parameter].finished(("weights", job.target), job.version)
+            for name in after:
+                self._changes[one.parameter].finished((name, new), job.version)
 
-    def _runs(self, steps: Counts, skip: Sequence[int]) -> list[tuple[int, int, int, int]]:
-        """Stretches of this shard that are updated alike: (start, end, group, step), step 0 for what is skipped."""
+    def _runs(self, steps: Counts, skip: Sequence[int], done: Collection[int] = ()) -> list[tuple[int, int, int, int]]:
+        """Stretches of this shard that are updated alike: (start, end, group, step), step 0 for what is skipped.
+
+        Without the parameters that are `done`."""
         table = self.table
         runs: list[tuple[int, int, int, int]] = []
         counts = steps.tolist()
-        if not skip and self._one_group and len(set(counts)) == 1:
+        if not skip and not done and self._one_group and len(set(counts)) == 1:
             return [(self.start, self.end, table.groups[0], counts[0])] if self.start < self.end else runs
         absent = set(skip)
         for index, (offset, size, step) in enumerate(zip(self.offsets, table.sizes, counts, strict=True)):
             start, end = max(offset, self.start), min(offset + size, self.end)
-            if start >= end:
+            if start >= end or index in done:
                 continue
             kind = (table.groups[index], 0 if index in absent else step)
             if runs and runs[-1][2:] == kind and runs[-1][1] == start:
@@ -433,20 +492,36 @@ class Updates:
         return runs
 
     def _gradient(self, job: ShardJob, part: slice, source: Tensor) -> Tensor:
-        """(1/n) * sum(scale * gradient) of a part, compensated and clipped as the job says."""
+        """The mean gradient of a part, as `_mean_of` has it."""
+        count = part.stop - part.start
+        return self._mean_of(
+            job, count, lambda slot: self._in_slot(slot, part), lambda vector: _cut(vector, part), source
+        )
+
+    def _mean_of(
+        self,
+        job: ShardJob,
+        count: int,
+        pushed: Callable[[int], Tensor],
+        pick: Callable[[Tensor], Tensor],
+        source: Tensor,
+    ) -> Tensor:
+        """(1/n) * sum(scale * gradient), compensated and clipped as the job says.
+
+        Of so many items: those that `pushed` gives of a slot, and `pick` of a vector.
+        """
         slots, scales = job.slots, job.scales
         plain = job.compensation == 0 and job.clip == 1.0
-        first = _cut(self.slots[slots[0]], part)
+        first = pushed(slots[0])
         if plain and len(slots) == 1 and scales[0] == 1.0 and first.dtype == self._mean.dtype:
             return first
-        count = part.stop - part.start
         mean, wide = self._mean[:count], self._wide[:count]
         for number, (slot, scale) in enumerate(zip(slots, scales, strict=True)):
-            one = self.slots[slot][part]
+            one = pushed(slot) if number else first
             if one.dtype != mean.dtype:
                 one = wide.copy_(one)
             if job.compensation:
-                one = self._compensated(one, source[part], self.weights[job.reads[number]][part], job)
+                one = self._compensated(one, pick(source), pick(self.weights[job.reads[number]]), job)
             if number == 0:
                 torch.mul(one, scale, out=mean)
             else:
@@ -461,8 +536,101 @@ class Updates:
         moved.mul_(gradient).mul_(gradient).mul_(job.compensation).add_(gradient)
         return self._wide[: now.numel()].copy_(moved)
 
+    # --- parameters of which only rows are pushed -------------------------------------------------------------------
+    # Law: what is computed is what the whole gradient gives, with zeros in all other rows, bit for bit.
+
+    def _read_lists(self, job: ShardJob) -> None:
+        """The rows that gradients of a job have, checked once: whoever wrote them cannot change them any more."""
+        self._lists = {}
+        for slot in job.slots:
+            for one in self._tables:
+                try:
+                    found = sparse_rows.read(self._rows[slot][one.parameter], one)
+                except sparse_rows.RowsError as error:
+                    self.refuse(error)
+                    found = torch.empty(0, dtype=torch.int64)
+                self._lists[slot, one.parameter] = found
+
+    def changed_by(self, parameter: int, version: int) -> Tensor | None:
+        """The rows that one of the last updates has changed; None: all."""
+        return self._changes[parameter].of(version)
+
+    def refuse(self, error: sparse_rows.RowsError) -> None:
+        """A gradient names rows that cannot be. Where this returns, it has none."""
+        raise error
+
+    def _in_slot(self, slot: int, part: slice) -> Tensor:
+        """A part of a gradient, whole: with zeros where it has no row."""
+        tables = [one for one in self._tables if one.start < part.stop and part.start < one.end]
+        if not tables:
+            return _cut(self.slots[slot], part)
+        whole = self._whole[: part.stop - part.start].copy_(self.slots[slot][part])
+        for one in tables:
+            first, last = max(one.start, part.start), min(one.end, part.stop)
+            whole[first - part.start : last - part.start] = 0
+            places = sparse_rows.places_of(self._lists[slot, one.parameter], one, first, last)
+            whole[places - part.start] = self.slots[slot][places].to(whole.dtype)
+        return whole
+
+    def _in_rows(self, slot: int, one: RowTable, places: Tensor) -> Tensor:
+        """A gradient at these places of a parameter: zero in rows that others have."""
+        listed, values = self._lists[slot, one.parameter], self.slots[slot][places]
+        if not len(listed):
+            return values.zero_()
+        rows = (places - one.start).div_(one.width, rounding_mode="floor")
+        found = listed[torch.searchsorted(listed, rows).clamp_(max=len(listed) - 1)]
+        return values.masked_fill_(found != rows, 0)
+
+    def _apply_rows(self, job: ShardJob, one: RowTable, step: int) -> bool:
+        """Update only the rows that have a gradient, if that is exact, and say whether it is.
+
+        The target is first brought to the version before, by the rows that have changed since it was current.
+        """
+        old, new = (job.version + 1) % 2, job.version % 2
+        start, end = max(one.start, self.start), min(one.end, self.end)
+        hyper = damped(self.table.rule, job.hyper[self.table.groups[one.parameter]], job.damping)
+        absent = one.parameter in job.skip
+        lists = [] if absent else [self._lists[slot, one.parameter] for slot in job.slots]
+        rows = sparse_rows.union(lists)
+        if not absent and (step == 1 or not is_exact_by_row(self.table.rule, hyper)):  # a first step begins all state
+            self._changes[one.parameter].changed(job.version, None)
+            return False
+        names = [("weights", job.target), *((name, new) for name in self.states[new])]
+        sources = [self.weights[job.source], *self.states[old].values()]
+        targets = [self.weights[job.target], *self.states[new].values()]
+        for name, source, target in zip(names, sources, targets, strict=True):
+            stale = self._changes[one.parameter].since(name, job.version - 1)
+            if stale is None:
+                target[start:end] = source[start:end]
+                continue
+            for places in sparse_rows.places_of(stale, one, start, end).split(CHUNK):  # type: ignore[no-untyped-call]
+                target[places] = source[places]
+        for places in sparse_rows.places_of(rows, one, start, end).split(CHUNK):  # type: ignore[no-untyped-call]
+            if len(places):
+                self._apply_places(job, one, step, hyper, places)
+        self._changes[one.parameter].changed(job.version, rows)
+        return True
+
+    def _apply_places(self, job: ShardJob, one: RowTable, step: int, hyper: Hyper, places: Tensor) -> None:
+        """Update these items of a parameter."""
+        source, before, after = (
+            self.weights[job.source],
+            self.states[(job.version + 1) % 2],
+            self.states[job.version % 2],
+        )
+        now, states = source[places], {name: vector[places] for name, vector in before.items()}
+        out, new_states = torch.empty_like(now), {name: torch.empty_like(vector) for name, vector in states.items()}
+        gradient = self._mean_of(
+            job, len(places), lambda slot: self._in_rows(slot, one, places), lambda vector: vector[places], source
+        )
+        update(self.table.rule, hyper, step, now, gradient, out, states, new_states, self._scratch)
+        self.weights[job.target][places] = out
+        for name, vector in new_states.items():
+            after[name][places] = vector
+
     def norm(self, job: ShardJob) -> tuple[float, ...]:
         """Of the gradient: a sum for each block, the same however the blocks are cut into shards."""
+        self._read_lists(job)
         source = self.weights[job.source]
         return self._by_block(lambda part: self._gradient(job, part, source))
 

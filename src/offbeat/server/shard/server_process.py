@@ -9,6 +9,7 @@ gradients may have gone since.
 from __future__ import annotations
 
 import socket
+import sys
 from typing import Protocol
 
 import torch
@@ -17,6 +18,7 @@ from offbeat.errors import EventError, PeerError
 from offbeat.server import handshake
 from offbeat.server.arena import Arena
 from offbeat.server.shard.optimizers import Updates
+from offbeat.server.sparse_rows import RowsError
 from offbeat.server.wire import MOST_BYTES, PROTOCOL, Done, Ready, ShardJob, decode_output, encode
 
 _AGAIN_S = 600.0  # for a coordinator that goes through its journal
@@ -80,8 +82,11 @@ class ShardMemory(Updates):
 
     def __init__(self, arena: Arena, shard: int) -> None:
         start, end = arena.table.shard(shard, arena.setting.shards)
-        super().__init__(arena.table, arena.weights, arena.slots, arena.states, arena.steps[shard], start, end)
+        super().__init__(
+            arena.table, arena.weights, arena.slots, arena.states, arena.steps[shard], start, end, rows=arena.rows
+        )
         self.shard = shard
+        self._changed = arena.changed[shard]
         self._word = arena.shard_words[shard]
 
     @property
@@ -92,7 +97,13 @@ class ShardMemory(Updates):
     def version(self) -> int:
         return self._word.get() & 0xFFFFFFFF
 
+    def refuse(self, error: RowsError) -> None:
+        """Training goes on without them."""
+        print(f"offbeat: the rows of a gradient were left out: {error}", file=sys.stderr, flush=True)
+
     def finish(self, number: int, version: int) -> None:
+        for parameter, changed in self._changed.items():
+            changed.write(version, self.changed_by(parameter, version))
         self._word.write(number << 32 | version)
 
 
