@@ -135,17 +135,7 @@ class RemoteRun:
         self.others = others or range(1, lab.network.hosts)
         self.learners_each = learners_each
         remote = learners_each * len(self.others)
-        own = [
-            "train",
-            "--sync",
-            line,
-            "--learners",
-            str(remote + 1),
-            "--remote",
-            str(remote),
-            "--seed",
-            str(seed),
-        ]
+        own = ["train", "--sync", line, "--learners", str(remote + 1), "--remote", str(remote), "--seed", str(seed)]
         own += ["--train.epochs", str(ENDLESS), "--save.every-epochs", "0", "--join-within", "60s"]
         where = ["--listen", self.address, "--key", str(self.key), "--run-dir", str(self.folder)]
         self.process = lab.start(0, [*OFFBEAT, *own, *where, *words])
