@@ -10,7 +10,7 @@ WORKERS ?= 3
 # Hundreds of tests start a process: with compiled modules on disk each of them starts a quarter of a second sooner.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo docs test test-codecs test-torch test-network test-ecosystem test-faults test-remote-faults test-world test-fuzz test-matrix test-last-second test-absurd test-attacks test-strangers test-remote bench clean
+.PHONY: setup demo docs test test-codecs test-torch test-network test-ecosystem test-faults test-remote-faults test-soak test-world test-fuzz test-matrix test-last-second test-absurd test-attacks test-strangers test-remote bench clean
 
 setup: $(INSTALLED)
 
@@ -66,6 +66,10 @@ test-faults: setup
 test-remote-faults: setup
 	@cd tests && OFFBEAT_REPEATS=$${OFFBEAT_REPEATS:-3} ../$(BIN)/python -m process.remote_fault_table
 
+# 20 minutes in which every 3 seconds a learner on another host is killed, cut off or stopped: nothing lost, nothing grows.
+test-soak: setup
+	@cd tests && ../$(BIN)/python -m process.soak
+
 # Its state machines in 10,000 random worlds, and the seed at which each planted bug is found. Minutes.
 test-world: setup
 	@cd tests && ../$(BIN)/python -m server.world --seeds 10000 --planted
@@ -106,6 +110,7 @@ test-remote: setup
 	@cd tests && ../$(BIN)/python -m train.remote_matrix --comings 100
 	@$(BIN)/python benchmarks/remote_server.py
 	@$(BIN)/python benchmarks/remote_server.py --place spread
+	@$(BIN)/python benchmarks/remote_server.py --against rpc,rpc-tuned,ray-tuned --rounds 3
 
 bench: setup
 	@$(BIN)/python benchmarks/schedules.py

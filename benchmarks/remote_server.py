@@ -3,6 +3,7 @@
     python benchmarks/remote_server.py                          # 102 MB at 1 Gbit/s, with and without TLS
     python benchmarks/remote_server.py --bandwidth 100Mbit/s --megabytes 10 --rounds 5
     python benchmarks/remote_server.py --place spread           # 4 hosts with a learner each: servers on one, or on all
+    python benchmarks/remote_server.py --against rpc,rpc-tuned,ray-tuned --rounds 3 --seconds 5s
 
 Two hosts of a lab: the servers are on host 0. A cycle of the learner on host 1 is one push and one fetch of all
 parameters under `async`. The line is the time that the link needs for both at its rate (1,448 of the 1,514 bytes of a
@@ -14,6 +15,11 @@ With `--place spread` each of 4 hosts has a learner, and all make the same numbe
 parameters are in 4 shards: first all on host 0, then one on each host. Pushes per second are counted over all learners,
 from the first cycle until the last learner is done. If all shards are on host 0, its link takes in 3 of 4 gradients and
 sends 3 of 4 weights; if they are spread, each link takes in 3/4 of a gradient and 3/4 of the weights per cycle: half.
+
+With `--against` the link is not shaped, two learners on host 1 push and fetch as in `offbeat bench server`, and so do
+those of other systems, in turn. The hosts of a lab are one machine: `rpc` is torch.distributed.rpc with what it chooses
+between them, `rpc-tuned` sends one flat tensor over `uv` and `basic`, its transport and channel for one TCP connection.
+What the interface of host 1 sends per push is told, since a channel could go past the network.
 """
 
 from __future__ import annotations
@@ -21,20 +27,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from offbeat.lab import Lab, Network
 from offbeat.lab.control import HostProcess
+from offbeat.measure.server_bench import sizes_of
 from offbeat.network import keys
 from offbeat.number_format import format_seconds
-from offbeat.spec import parse_count, parse_rate
+from offbeat.spec import parse_count, parse_rate, parse_seconds
 
 PORT = 7000
 PAYLOAD = 1448 / 1514
@@ -45,6 +54,13 @@ HOST = "0" * 32
 MOST_OF_LINE, STOPS_S = 1.113, 0.05  # promised: 1.90 s of 1.71, and 50 ms
 HOSTS = 4  # with --place spread
 SPREAD_GAIN = 1.6  # promised, of 2.0
+LEARNERS = 2  # with --against
+RIVALS = {  # program, words, how many times as many pushes are promised
+    "rpc": ("rpc_server.py", ["--form", "plain"], 1.3),
+    "rpc-tuned": ("rpc_server.py", ["--form", "tuned", "--transports", "uv", "--channels", "basic"], 1.3),
+    "ray": ("ray_server.py", ["--form", "plain"], 2.0),
+    "ray-tuned": ("ray_server.py", ["--form", "tuned"], 2.0),
+}
 
 
 def learn(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,6 +250,100 @@ class Bench:
     def bytes_per_s(self) -> float:
         return parse_rate(self.given.bandwidth) * PAYLOAD
 
+    # --- against others ---------------------------------------------------------------------------------------------
+
+    def others_rate(self, system: str) -> tuple[float, float]:
+        """Pushes per second of another system, and bytes that host 1 has sent per push."""
+        program, words, _ = RIVALS[system]
+        file = str(Path(__file__).parent / "baselines" / program)
+        words = [sys.executable, "-u", file, *words, "--learners", str(LEARNERS), "--seconds", str(self.given.seconds)]
+        words += ["--sizes", ",".join(map(str, self.sizes))]
+        folder = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))  # short, for Ray's sockets
+        own, other = (self.lab.network.address(host) for host in (0, 1))
+        if program.startswith("rpc"):
+            at = ["--store", str(folder / "store"), "--device", "eth0"]
+            ways = [[*at, "--part", "server"], [*at, "--part", "learners"]]
+        else:
+            at = ["--folder", str(folder)]
+            ways = [[*at, "--own", own, "--other", other], [*at, "--own", other, "--join", own]]
+        answers = 1 if program.startswith("rpc") else 0
+        before = self.sent_bytes()
+        started = [self.lab.start(host, [*words, *ways[host]], environment=dict(os.environ)) for host in (0, 1)]
+        try:
+            code = started[answers].wait(timeout_s=DEADLINE_S)
+            sent = self.sent_bytes() - before
+            output = started[answers].output
+            if code:
+                raise SystemExit(f"{system} failed: {output[-3000:]} {started[1 - answers].output[-1000:]}")
+        finally:
+            self.sweep()
+            shutil.rmtree(folder, ignore_errors=True)
+        found = json.loads(output.splitlines()[-1])
+        return float(found["per_s"]), sent / found["pushes"]
+
+    def our_rate(self, key: Path | None) -> tuple[float, float]:
+        """The same of offbeat: the program of `offbeat bench server`, whose weights are checked at the end."""
+        setting = {"line": "async", "learners": LEARNERS, "shards": 1}
+        _, environment, _ = self.serve(setting, 0, key=key)
+        request = {"do": "push", "sizes": self.sizes, "seconds": self.given.seconds, "warm_up": 5, "in_place": False}
+        found = {"OFFBEAT_ADDRESS": f"tcp://{self.address}", "OFFBEAT_TOKEN": HOST, "OFFBEAT_LEARNERS": str(LEARNERS)}
+        words = [sys.executable, "-u", "-m", "offbeat.measure.bench_learner", json.dumps(request)]
+        before, started = self.sent_bytes(), []
+        for number in range(LEARNERS):
+            own = {**environment, **found, "OFFBEAT_LEARNER": str(number)}
+            started.append(self.lab.start(1, words, environment=own))
+        try:
+            if any(one.wait(timeout_s=DEADLINE_S) for one in started):
+                raise SystemExit(f"offbeat failed: {' '.join(one.output[-1000:] for one in started)}")
+        finally:
+            sent = self.sent_bytes() - before
+            self.sweep()
+        answers = [json.loads(one.output.splitlines()[-1]) for one in started]
+        seconds = max(one["end_s"] for one in answers) - min(one["start_s"] for one in answers)
+        pushes = sum(one["cycles"] for one in answers)
+        return pushes / seconds, sent / pushes
+
+    @property
+    def sizes(self) -> list[int]:
+        return sizes_of(self.given.megabytes * 10**6 // 4)
+
+    def sent_bytes(self) -> int:
+        return int(self.lab.run(1, ["cat", "/sys/class/net/eth0/statistics/tx_bytes"]).stdout)
+
+    def sweep(self) -> None:
+        """Nothing of one system is left when the next one is measured."""
+        for host in (0, 1):
+            self.lab.kill(host)
+            self.lab.restore(host)
+
+
+def against(given: argparse.Namespace, folder: Path, key: Path, names: list[str]) -> int:
+    """All systems in turn, and how many times as many pushes ours takes; whether that is as promised."""
+    rates: dict[str, list[float]] = {}
+    with Lab(Network.of(hosts=2)) as lab:
+        bench = Bench(given, lab, folder)
+        turns: dict[str, Callable[[], tuple[float, float]]] = {
+            "offbeat": lambda: bench.our_rate(None),
+            "offbeat with TLS": lambda: bench.our_rate(key),
+            **{name: partial(bench.others_rate, name) for name in names},
+        }
+        for number in range(given.rounds):
+            for name, turn in turns.items():
+                per_s, sent = turn()
+                rates.setdefault(name, []).append(per_s)
+                passed = sent / (given.megabytes * 1e6)
+                print(f"round {number}: {name:16} {per_s:6.2f}/s; host 1 sent {passed:.2f} of each push", flush=True)
+    medians = {name: statistics.median(found) for name, found in rates.items()}
+    missed = 0
+    for name, found in rates.items():
+        ratio = "" if name == "offbeat" else f"; offbeat takes {medians['offbeat'] / medians[name]:.2f} times as many"
+        told = f"{name:16} {medians[name]:6.2f} pushes/s ({min(found):.2f}-{max(found):.2f})"
+        if name in RIVALS:
+            ratio += f" (promised {RIVALS[name][2]:g})"
+            missed += medians["offbeat"] < RIVALS[name][2] * medians[name]
+        print(told + ratio)
+    return missed
+
 
 def _compare(bench: Bench, how: str, key: Path | None) -> float:
     """How many times as many pushes spread servers take."""
@@ -254,6 +364,8 @@ def main() -> int:
     words.add_argument("--cancels", type=parse_count, default=5)
     words.add_argument("--only", choices=("open", "key"))
     words.add_argument("--place", choices=("first", "spread"), default="first", help="spread: compare both on 4 hosts")
+    words.add_argument("--against", help=f"of {', '.join(RIVALS)}, joined by commas: measured in turn with them")
+    words.add_argument("--seconds", type=parse_seconds, default=5.0, help="of a round of one system")
     words.add_argument("--bring", help=argparse.SUPPRESS)
     given = words.parse_args()
     if given.bring:
@@ -263,12 +375,18 @@ def main() -> int:
         print(json.dumps(learn(json.loads(given.learn))), flush=True)
         return 0
     cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
-    print(f"{given.megabytes} MB each way at {given.bandwidth}; {cores} cores, load {load:.1f}")
+    rate = "the rate of a link that is not shaped" if given.against else given.bandwidth
+    print(f"{given.megabytes} MB each way at {rate}; {cores} cores, load {load:.1f}", flush=True)
     missed = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         key = folder / "run.key"
         keys.write(key)
+        if given.against:
+            names = given.against.split(",")
+            if unknown := [name for name in names if name not in RIVALS]:
+                raise SystemExit(f"--against: expected some of {', '.join(RIVALS)}; got {', '.join(unknown)}")
+            return min(1, against(given, folder, key, names))
         for how, file in (("open", None), ("key", key)):
             if given.only not in (None, how):
                 continue

@@ -1,6 +1,8 @@
-"""A parameter server on Ray, on one host: what ours is measured against.
+"""A parameter server on Ray, on one host or two: what ours is measured against.
 
     python benchmarks/baselines/ray_server.py --learners 2 --seconds 5 --form tuned
+    python benchmarks/baselines/ray_server.py --own 10.0.0.1 --other 10.0.0.2 --folder /tmp/r   # the server's host
+    python benchmarks/baselines/ray_server.py --own 10.0.0.2 --join 10.0.0.1 --folder /tmp/r    # the learners'
 
 The server and the learners are actors. A learner pushes a prepared gradient, gets the new weights and copies them into
 its parameters, as training needs. Two forms:
@@ -17,12 +19,16 @@ Nothing but the last line goes to standard output. Exit code 3: Ray is not insta
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import json
 import os
 import platform
 import shutil
+import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +40,7 @@ import torch
 RATE = 1e-3
 WARM_UP_PUSHES = {"plain": 5, "tuned": 20}
 PATIENCE_S = 90.0  # beyond the measured seconds; then everything is ended
+PORT = 6379  # of the cluster, on the server's host
 STORE_ARRAYS = 8  # room in the object store: arrays per learner, and as many again
 
 
@@ -132,6 +139,50 @@ class Learner:
         return float((weights - right).norm() / right.norm())
 
 
+def store_bytes(options: argparse.Namespace) -> int:
+    return int(max(2**27, STORE_ARRAYS * (options.learners + 1) * 4 * options.parameters))
+
+
+def node(address: str) -> str:
+    """The resource that each node of a cluster has by itself."""
+    return f"node:{address}"
+
+
+def start_node(options: argparse.Namespace, words: list[str]) -> subprocess.Popen[bytes]:
+    """Ray's processes on this host; they end with the one that is returned."""
+    own = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={options.own}", "--block"]
+    own += ["--disable-usage-stats", f"--num-cpus={os.cpu_count()}"]
+    own += [f"--object-store-memory={store_bytes(options)}"] if options.form == "tuned" else []
+    own += ["--include-dashboard=false", f"--temp-dir={options.folder}"] if "--head" in words else []
+    return subprocess.Popen([*own, *words], stdout=subprocess.DEVNULL, start_new_session=True)
+
+
+def join_cluster(options: argparse.Namespace, ray: Any, deadline_s: float) -> None:
+    """As the driver, when both nodes are there."""
+    while True:
+        try:
+            with socket.create_connection((options.own, PORT), timeout=1):
+                break
+        except OSError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.1)
+    ray.init(address=f"{options.own}:{PORT}", _node_ip_address=options.own, log_to_driver=False, logging_level="error")
+    while node(options.other) not in ray.cluster_resources():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"{options.other} did not join; nodes: {ray.nodes()}")
+        time.sleep(0.1)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 def measure(options: argparse.Namespace, ray: Any) -> list[Report]:
     """Run the actors; neither they nor Ray's folder are left when this returns or raises."""
     deadline_s = time.monotonic() + options.seconds + PATIENCE_S
@@ -141,23 +192,32 @@ def measure(options: argparse.Namespace, ray: Any) -> list[Report]:
         found: list[Any] = ray.get(calls, timeout=max(0.1, deadline_s - time.monotonic()))
         return found
 
-    settings = {}
-    if options.form == "tuned":
-        settings["object_store_memory"] = max(2**27, STORE_ARRAYS * (options.learners + 1) * 4 * options.parameters)
+    head: subprocess.Popen[bytes] | None = None
     try:
-        ray.init(
-            num_cpus=os.cpu_count(),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="error",
-            _node_ip_address="127.0.0.1",
-            _temp_dir=folder,
-            **settings,
-        )
+        if options.other:
+            head = start_node(options, ["--head", f"--port={PORT}"])
+            join_cluster(options, ray, deadline_s)
+        else:
+            ray.init(
+                num_cpus=os.cpu_count(),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="error",
+                _node_ip_address="127.0.0.1",
+                _temp_dir=folder,
+                **({"object_store_memory": store_bytes(options)} if options.form == "tuned" else {}),
+            )
         actor = ray.remote(num_cpus=0)
-        server = actor(Server).remote(options.sizes, options.learners, options.threads)
+        place = {node(options.other): 0.001} if options.other else None
+        server = (
+            actor(Server)
+            .options(resources=place and {node(options.own): 0.001})
+            .remote(options.sizes, options.learners, options.threads)
+        )
         learners = [
-            actor(Learner).remote(server, learner, options.sizes, options.form, options.threads)
+            actor(Learner)
+            .options(resources=place)
+            .remote(server, learner, options.sizes, options.form, options.threads)
             for learner in range(options.learners)
         ]
         wait([learner.warm.remote() for learner in learners])
@@ -168,6 +228,8 @@ def measure(options: argparse.Namespace, ray: Any) -> list[Report]:
         ]
     finally:
         ray.shutdown()
+        if head is not None:
+            end(head)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -179,6 +241,12 @@ def main() -> int:
     parser.add_argument("--form", choices=("plain", "tuned"), default="plain")
     parser.add_argument("--sizes", help="of the model's tensors, joined by commas (default: one of all parameters)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads per process")
+    parser.add_argument("--own", help="two hosts: the address of this one")
+    parser.add_argument("--other", help="two hosts: where the learners are")
+    parser.add_argument(
+        "--join", help="two hosts: where the server is; this host only runs learners, until it is killed"
+    )
+    parser.add_argument("--folder", help="two hosts: of Ray's own files; its name must be short")
     options = parser.parse_args()
     if options.learners < 1 or options.parameters < 1 or options.threads < 1 or options.seconds <= 0:
         parser.error("every option must be more than 0")
@@ -188,12 +256,11 @@ def main() -> int:
     if importlib.util.find_spec("ray") is None:
         print("ray is not installed: pip install -c constraints.txt ray", file=sys.stderr)
         return 3
-    # By the second, Ray takes 127.0.0.1 for this node; without it, it replaces that address by an outer one.
-    os.environ.update(
-        RAY_USAGE_STATS_ENABLED="0",
-        RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
-        OMP_NUM_THREADS=str(options.threads),
-    )
+    os.environ.update(RAY_USAGE_STATS_ENABLED="0", OMP_NUM_THREADS=str(options.threads))
+    if not options.own:  # with this, Ray takes 127.0.0.1 for this node; else it replaces that address by an outer one
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    if options.join:
+        return start_node(options, [f"--address={options.join}:{PORT}"]).wait()
     ray = importlib.import_module("ray")
     found = measure(options, ray)
     errors = [report.error for report in found if report.error is not None]

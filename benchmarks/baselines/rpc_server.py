@@ -1,6 +1,8 @@
-"""A parameter server on `torch.distributed.rpc`, on one host: what ours is measured against.
+"""A parameter server on `torch.distributed.rpc`, on one host or two: what ours is measured against.
 
     python benchmarks/baselines/rpc_server.py --learners 2 --seconds 5 --form tuned
+    python benchmarks/baselines/rpc_server.py --part server --store FILE --device eth0    # and on the other host:
+    python benchmarks/baselines/rpc_server.py --part learners --store FILE --device eth0
 
 One process holds the weights, the others push a prepared gradient, get the new weights and copy them into their
 parameters, as training needs. Three forms:
@@ -13,8 +15,9 @@ parameters, as training needs. Three forms:
             came in, so what it returns is a consistent version that nobody writes to again, without a copy; and huge
             pages for the tensors that TensorPipe allocates at every call (7 a second without, 17 with, one run each).
 
-TensorPipe itself picks shm + cma. Nothing but the last line goes to standard output. Rendezvous is by file, since
-TCPStore would listen everywhere.
+TensorPipe itself picks shm + cma on one host. Between the hosts of a lab, which are one machine, `--transports uv
+--channels basic` keeps it on the network. Nothing but the last line goes to standard output. Rendezvous is by file,
+since TCPStore would listen everywhere.
 """
 
 from __future__ import annotations
@@ -198,7 +201,12 @@ def work(rank: int, options: argparse.Namespace, store: str, barrier: Barrier, r
     if rank == 0:
         kind = TutorialServer if options.form == "plain" else Server
         SERVER.append(kind(options.sizes, options.learners))
-    backend = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}", rpc_timeout=PATIENCE_S)
+    backend = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"file://{store}",
+        rpc_timeout=PATIENCE_S,
+        _transports=options.transports and options.transports.split(","),
+        _channels=options.channels and options.channels.split(","),
+    )
     name = "server" if rank == 0 else f"learner{rank - 1}"
     world = options.learners + 1
     # torch gives init_rpc no types
@@ -209,26 +217,28 @@ def work(rank: int, options: argparse.Namespace, store: str, barrier: Barrier, r
 
 
 def measure(options: argparse.Namespace) -> list[Report]:
-    """Run all processes; none is left when this returns or raises."""
-    os.environ.update(TP_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo")
+    """Run all processes of this part; none is left when this returns or raises."""
+    os.environ.update(TP_SOCKET_IFNAME=options.device, GLOO_SOCKET_IFNAME=options.device)
     if options.form == "tuned":
         os.environ["THP_MEM_ALLOC_ENABLE"] = "1"
     context = multiprocessing.get_context("spawn")
     barrier, reports = context.Barrier(options.learners), context.Queue()
     deadline_s = time.monotonic() + options.seconds + PATIENCE_S
     with tempfile.TemporaryDirectory() as folder:
-        store = f"{folder}/store"
+        store = options.store or f"{folder}/store"
+        ranks = {"all": range(options.learners + 1), "server": range(1), "learners": range(1, options.learners + 1)}
+        expected = 0 if options.part == "server" else options.learners
         processes = [
             context.Process(target=work, args=(rank, options, store, barrier, reports), daemon=True)
-            for rank in range(options.learners + 1)
+            for rank in ranks[options.part]
         ]
         try:
             for process in processes:
                 process.start()
             found: list[Report] = []
-            while len(found) < options.learners:
+            while len(found) < expected:
                 if time.monotonic() > deadline_s:
-                    raise TimeoutError(f"{options.learners - len(found)} learners have not ended in time")
+                    raise TimeoutError(f"{expected - len(found)} learners have not ended in time")
                 if any(process.exitcode for process in processes):
                     raise RuntimeError("a process failed; its error is above")
                 try:
@@ -253,13 +263,22 @@ def main() -> None:
     parser.add_argument("--form", choices=("plain", "lists", "tuned"), default="plain")
     parser.add_argument("--sizes", help="of the model's tensors, joined by commas (default: one of all parameters)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads per process")
+    parser.add_argument("--part", choices=("all", "server", "learners"), default="all", help="what runs on this host")
+    parser.add_argument("--store", help="the file by which two hosts find each other; it must not be there before")
+    parser.add_argument("--device", default="lo", help="the network interface")
+    parser.add_argument("--transports", help="of TensorPipe, joined by commas (default: it chooses)")
+    parser.add_argument("--channels", help="of TensorPipe, joined by commas (default: it chooses)")
     options = parser.parse_args()
     if options.learners < 1 or options.parameters < 1 or options.threads < 1 or options.seconds <= 0:
         parser.error("every option must be more than 0")
+    if (options.part == "all") != (options.store is None):
+        parser.error("--store is for two hosts, and then both need it")
     sizes = [int(word) for word in options.sizes.split(",")] if options.sizes else [options.parameters]
     options.parameters = sum(sizes)
     options.sizes = sizes if options.form != "tuned" else [options.parameters]
     found = measure(options)
+    if options.part == "server":
+        return
     errors = [report.error for report in found if report.error is not None]
     if not errors or not max(errors) < 1e-3:
         raise AssertionError(f"the weights should be initial - rate * sum of gradients; relative errors: {errors}")

@@ -124,6 +124,7 @@ class RemoteRun:
         *,
         seed: int = 0,
         learners_each: int = 1,
+        others: Sequence[int] = (),
         words: Sequence[str] = (),
     ) -> None:
         self.lab, self.folder, self.line = lab, folder / "run", line
@@ -131,7 +132,7 @@ class RemoteRun:
         if not self.key.exists():
             keys.write(self.key)
         self.address = f"{lab.network.address(0)}:{PORT}"
-        self.others = range(1, lab.network.hosts)
+        self.others = others or range(1, lab.network.hosts)
         self.learners_each = learners_each
         remote = learners_each * len(self.others)
         own = ["train", "--sync", line, "--learners", str(remote + 1), "--remote", str(remote), "--seed", str(seed)]
@@ -141,10 +142,16 @@ class RemoteRun:
         self.hosts: dict[int, HostProcess] = {}
         self.tail = LogTail(RunDir(self.folder).log(1))
 
+    def host_of(self, program: int) -> int:
+        """The host of the lab on which one of `others` is: it is its number, where there is one on each."""
+        return program
+
     def join(self, host: int, address: str = "", words: Sequence[str] = ()) -> None:
         """Start a host's learners; `joined` says when they are there."""
         own = ["work", "--join", address or self.address, "--key", str(self.key)]
-        self.hosts[host] = self.lab.start(host, [*OFFBEAT, *own, "--learners", str(self.learners_each), *words])
+        self.hosts[host] = self.lab.start(
+            self.host_of(host), [*OFFBEAT, *own, "--learners", str(self.learners_each), *words]
+        )
 
     def joined(self, host: int, address: str = "", words: Sequence[str] = ()) -> bool:
         """Whether it has; one that came too early, or found its place still taken, is started again."""
@@ -203,9 +210,8 @@ class RemoteRun:
         for host, process in self.hosts.items():
             if (code := process.wait(LIMIT_S)) != 0:
                 wrong.append(f"host {host} ended with {code}: {process.output[-800:]}")
-        wrong += [
-            f"{left} processes left on host {host}" for host in (0, *self.hosts) if (left := left_on(self.lab, host))
-        ]
+        used = sorted({0, *map(self.host_of, self.hosts)})
+        wrong += [f"{left} processes left on host {host}" for host in used if (left := left_on(self.lab, host))]
         found = judged(self.folder, bits=bits)
         return found._replace(wrong=(*wrong, *found.wrong))
 
