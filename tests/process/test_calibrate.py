@@ -26,7 +26,7 @@ def test_a_machine_is_measured_and_trainings_are_predicted(tmp_path: Path) -> No
     path = tmp_path / "calibration.json"
     done = offbeat("calibrate", *MLP, "--learners", "1", "2", "--rounds", "1", "--quick", "-o", str(path))
     assert done.returncode == 0, done.stderr
-    assert "written to" in done.stdout and "Not checked" in done.stdout
+    assert f"wrote {path}" in done.stdout and "There was no self-check" in done.stdout
     found = read_calibration(path)
     assert sorted((probe.line, probe.learners) for probe in found.probes) == [
         ("async", 1), ("async", 2), ("full-sync", 2), ("ring", 1), ("ring", 2),

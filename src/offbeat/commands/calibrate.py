@@ -7,6 +7,7 @@ import json
 import statistics
 import sys
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,8 +23,10 @@ from offbeat.commands.base import (
     table,
     write_file,
 )
+from offbeat.commands.network_options import NETWORK_OPTIONS, use_network
 from offbeat.errors import RequestError
 from offbeat.number_format import format_rate, format_seconds, format_size
+from offbeat.processes.torchrun_rank import torchrun_rank
 from offbeat.spec import count_of, parse_count
 from offbeat.train.arguments import given as changes_of
 from offbeat.train.config import Config, check_batch_given, check_whole
@@ -38,10 +41,12 @@ _BUSY = 0.5  # load of each core, above which the machine was not quiet
 
 
 def _run(given: argparse.Namespace) -> None:
-    config = _config(given)
-    if given.out.is_dir() or not given.out.absolute().parent.is_dir():
-        raise RequestError(f"calibrate: cannot write {given.out}: expected the name of a file in an existing folder")
-    _try_to_write(given.out)
+    use_network(given)
+    config, me = _config(given), torchrun_rank()
+    if me is not None and given.lab is not None:
+        raise RequestError("calibrate: --lab starts hosts by itself; under torchrun, remove --lab")
+    if me is None:
+        _check_out(given.out)
     from offbeat.measure.calibration_bench import CalibrationRequest, measure
     from offbeat.measure.network_bench import NetworkRequest
     from offbeat.measure.rank_bench import LabRequest
@@ -56,9 +61,27 @@ def _run(given: argparse.Namespace) -> None:
         network=None if given.lab is None else NetworkRequest(lab=LabRequest.parse(given.lab)),
     )
     with redirect_stdout(sys.stderr), progress_line() as progress:  # what modules of one's own print when loaded
+        if me is not None:
+            from offbeat.measure.torchrun_hosts import leave_torchrun, measure_torchrun_hosts
+
+            def check() -> None:  # by the rank that writes
+                if me.rank == 0:
+                    _check_out(given.out)
+
+            tell = progress if me.rank == 0 else lambda doing: None
+            request = replace(request, network=measure_torchrun_hosts(me, check, tell))
+            if me.rank:
+                return
+            leave_torchrun()
         found = measure(request, progress)
     write_file(given.out, json.dumps(as_json(found), indent=1, allow_nan=False) + "\n")
     answer(given, as_json(found), lambda out: _show(out, found, given.out))
+
+
+def _check_out(path: Path) -> None:
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise RequestError(f"calibrate: cannot write {path}: expected the name of a file in an existing folder")
+    _try_to_write(path)
 
 
 def _try_to_write(path: Path) -> None:
@@ -192,7 +215,9 @@ COMMAND = Command(
 pushes and fetches of several sizes; and short training runs with several numbers of learners, with an all-reduce
 and with a parameter server. The results are written to a JSON file, which simulate, compare, schedule, replay and bench
 read with --calibration. A self-check at the end predicts some other training runs and measures them too. Calibration
-takes one or two minutes. Run it on an idle machine: the results do not hold if other programs load the machine.""",
+takes one or two minutes. Run it on an idle machine: the results do not hold if other programs load the machine.
+Under `torchrun --nnodes N -m offbeat calibrate ...` on several hosts, all of them first measure the network between
+them; then the first host measures itself, and has the file (docs/several-hosts.md).""",
     examples=("calibrate digits-mlp --learners 1 2 --rounds 1 --quick -o calibration.json",),
     usage="%(prog)s [RECIPE] [--learners 1 2 4] [-o FILE] [options]",
     options=(
@@ -233,6 +258,7 @@ takes one or two minutes. Run it on an idle machine: the results do not hold if 
             help="also measure the network between hosts, on the hosts of a lab (see offbeat lab): 4x1,1Gbit/s",
         ),
         option("--quick", action="store_true", help="skip the self-check, and all-reduces and pushes of several sizes"),
+        *NETWORK_OPTIONS,
     ),
     sections=("model", "data", "train"),
     run=_run,

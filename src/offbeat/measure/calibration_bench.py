@@ -2,7 +2,7 @@
 
     layers, batches, copies    one learner alone, and all at once: processes that compute and send nothing
     reductions, pushes         the benchmarks of the all-reduce and of the server, over sizes
-    network                    between the hosts of a lab, where one is given: its links, and its work on the cores
+    network                    between hosts, of a lab or of torchrun's: its links, and its work on the cores
     probes                     short real trainings with 1, 2, ... learners, in turn, several rounds of them
     self-check                 trainings that were not probes, predicted and then measured
 
@@ -33,6 +33,7 @@ from offbeat.measure.training_bench import Trained, train_for
 from offbeat.predict.calibration import PROBED, SERVED, TOGETHER, Calibration, Layer, Probe, Timed, fit_server_work
 from offbeat.predict.calibration_match import settings_of
 from offbeat.predict.from_calibration import predict
+from offbeat.predict.network_calibration import NetworkCalibration
 from offbeat.processes.launcher import thread_environment
 from offbeat.processes.signals import terminable
 from offbeat.runs.log import Span
@@ -59,7 +60,7 @@ class CalibrationRequest:
     rounds: int = 3
     sizes: bool = True  # reductions and pushes over sizes too
     check: bool = True
-    network: NetworkRequest | None = None  # between hosts, measured too
+    network: NetworkRequest | NetworkCalibration | None = None  # between hosts: measured too, or before
     timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
@@ -83,7 +84,9 @@ def measure(request: CalibrationRequest, progress: Progress) -> Calibration:
         if request.sizes:
             found = _over_sizes(request, found, progress)
         if request.network is not None:
-            found = replace(found, network=measure_network(request.network, progress))
+            network = request.network
+            measured = measure_network(network, progress) if isinstance(network, NetworkRequest) else network
+            found = replace(found, network=measured)
         found = replace(found, probes=_probes(request, samples, Path(folder), progress))
         found = fit_server_work(found, lambda tried, crowded: _predicted_s(request, tried, crowded, samples))
         found = replace(found, overlap_slowdown=_overlap(found))

@@ -7,7 +7,8 @@
 No schedule is fitted. The probes are all-reduces of sizes that `bench predictions` does not ask for, and of them only
 the processor's time is used, not how long they took.
 
-A lab's ranks are each kept on one core, and so are the simulated ones.
+A lab's ranks are each kept on one core, and so are the simulated ones. Ranks of real hosts put the questions to
+themselves (`torchrun_hosts`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from offbeat import schedules
 from offbeat.errors import RequestError
@@ -79,25 +80,60 @@ class NetworkRequest:
         return start_on_hosts(stack, asked, lab, hosts, join, [OURS])[0]
 
 
+class Asked(Protocol):
+    """Ranks that answer: the processes of a `Harness`, or those of torchrun."""
+
+    def ask(self, questions: Mapping[str, Any] | Sequence[Mapping[str, Any]], doing: str) -> list[dict[str, Any]]:
+        """The answers of all to one question, or to one each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredHosts:
+    """Where the ranks are that are asked: as many on each host, one host's after the other's."""
+
+    addresses: tuple[str, ...]  # of each host
+    ranks_each: int
+    cores: int  # of each host,
+    shared: bool  # or of all together
+
+    @property
+    def count(self) -> int:
+        return len(self.addresses)
+
+    def leader(self, host: int) -> int:
+        """The first rank of a host."""
+        return host * self.ranks_each
+
+
 def measure_network(request: NetworkRequest, progress: Progress) -> NetworkCalibration:
-    lab, cores = request.lab, len(os.sched_getaffinity(0))
+    lab = request.lab
+    where = MeasuredHosts(
+        addresses=tuple(lab.network.address(host) for host in range(lab.network.hosts)),
+        ranks_each=lab.ranks_each,
+        cores=len(os.sched_getaffinity(0)),
+        shared=True,
+    )
     with terminable(), ExitStack() as stack:
         progress("network: starting")
-        ranks = request.ranks(stack)
-        trips, rates = _round_trips(ranks, lab, progress)
-        sends, receives = rates_of(rates, lab.network.hosts)
-        call_s, message_s, wake_s, byte_s = processor_costs(_processor(ranks, lab, progress))
-        progress("network: streams")
-        figures = ranks.ask({"do": "figures"}, "measuring streams")[0]
-    inside = lab.ranks_each > 1
+        return measure_hosts(request.ranks(stack), where, progress)
+
+
+def measure_hosts(ranks: Asked, hosts: MeasuredHosts, progress: Progress) -> NetworkCalibration:
+    """Each question waits for the answers of all."""
+    trips, rates = _round_trips(ranks, hosts, progress)
+    sends, receives = rates_of(rates, hosts.count)
+    call_s, message_s, wake_s, byte_s = processor_costs(_processor(ranks, hosts, progress))
+    progress("network: streams")
+    figures = ranks.ask({"do": "figures"}, "measuring streams")[0]
+    inside = hosts.ranks_each > 1
     return NetworkCalibration(
         sends=sends,
         receives=receives,
         latency_s=max(0.0, trips[0].seconds / 2 - wake_s),
         burst_bytes=burst_of(trips[:1] + trips[2:], max(sends)),
         streams=figures["streams"],
-        cores=cores,
-        shared=True,
+        cores=hosts.cores,
+        shared=hosts.shared,
         call_s=call_s,
         message_s=message_s,
         wake_s=wake_s,
@@ -111,26 +147,25 @@ def measure_network(request: NetworkRequest, progress: Progress) -> NetworkCalib
 
 
 def _round_trips(
-    ranks: Harness, lab: LabRequest, progress: Progress
+    ranks: Asked, hosts: MeasuredHosts, progress: Progress
 ) -> tuple[list[RoundTrip], dict[tuple[int, int], float]]:
     """Over sizes, from the fastest pair of hosts; and how fast each host sends to each, one pair at a time."""
-    hosts = lab.network.hosts
 
     def seconds(source: int, target: int, sizes: list[int]) -> list[float]:
         progress(f"network: from host {source} to host {target}")
-        address = lab.network.address(target)
+        address, many = hosts.addresses[target], hosts.count * hosts.ranks_each
         listening = {"do": "listen", "address": address}
-        asked = [listening if rank == target * lab.ranks_each else {"do": "nothing"} for rank in range(lab.ranks)]
+        asked = [listening if rank == hosts.leader(target) else {"do": "nothing"} for rank in range(many)]
         port = next(one["port"] for one in ranks.ask(asked, "listening") if "port" in one)
-        question = {"source": source * lab.ranks_each, "target": target * lab.ranks_each, "address": address}
+        question = {"source": hosts.leader(source), "target": hosts.leader(target), "address": address}
         asked_all = {"do": "round trips", "port": port, "sizes": with_warm_up(sizes), **question}
         answers = ranks.ask(asked_all, "timing round trips")
         taken: list[float] = next(answer["seconds"] for answer in answers if "seconds" in answer)
         return taken[1:]
 
     rates: dict[tuple[int, int], float] = {}
-    for source in range(hosts):
-        for target in range(hosts):
+    for source in range(hosts.count):
+        for target in range(hosts.count):
             if source != target:
                 small_s, large_s = seconds(source, target, [RATE_BYTES[0], RATE_BYTES[1]])
                 rates[source, target] = (RATE_BYTES[1] - RATE_BYTES[0]) / (large_s - small_s)
@@ -141,9 +176,8 @@ def _round_trips(
     return trips, rates
 
 
-def _processor(ranks: Harness, lab: LabRequest, progress: Progress) -> list[ProcessorSample]:
+def _processor(ranks: Asked, hosts: MeasuredHosts, progress: Progress) -> list[ProcessorSample]:
     """Of each probe and rank the round in which the processor had least to do: others only add to it."""
-    hosts = lab.network.hosts
 
     def turn(line: str, size_bytes: int, number: int, doing: str) -> list[float]:
         asked = {"do": "one a host", "strategy": line, "size_bytes": size_bytes, "untimed": 5, "iterations": 40}
@@ -153,9 +187,9 @@ def _processor(ranks: Harness, lab: LabRequest, progress: Progress) -> list[Proc
     turns = {f"{line}, {size_label(size)}": partial(turn, line, size) for line, size in wanted}
     found = alternate(turns, _ROUNDS, progress, at="network: ")
     return [
-        sample_of(line, hosts, rank, size, min(on_core_s[rank] for on_core_s in rounds))
+        sample_of(line, hosts.count, rank, size, min(on_core_s[rank] for on_core_s in rounds))
         for (line, size), rounds in zip(wanted, found.values(), strict=True)
-        for rank in range(hosts)
+        for rank in range(hosts.count)
     ]
 
 
