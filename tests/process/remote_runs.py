@@ -193,7 +193,7 @@ class RemoteRun:
         assert found is not None
         return found
 
-    def finish(self, *, bits: bool = True) -> Findings:
+    def finish(self, *, bits: bool = True, judge: Callable[[RemoteRun], Findings] | None = None) -> Findings:
         """Interrupt the run, wait for everybody, and judge."""
         self.process.send_signal(2)
         wrong = []
@@ -206,7 +206,7 @@ class RemoteRun:
         wrong += [
             f"{left} processes left on host {host}" for host in (0, *self.hosts) if (left := left_on(self.lab, host))
         ]
-        found = judged(self.folder, bits=bits)
+        found = judged(self.folder, bits=bits) if judge is None else judge(self)
         return found._replace(wrong=(*wrong, *found.wrong))
 
 
