@@ -27,6 +27,8 @@ from typing import NamedTuple
 
 from offbeat.lab import Lab, Network
 from offbeat.lab.network import Direction
+from offbeat.policies import Apply, Pushed
+from offbeat.policies.events import from_text
 from offbeat.runs.log import RunLog, read_lines, read_log
 from offbeat.runs.run_folder import RunDir
 from offbeat.runs.untrusted import JsonLines
@@ -224,11 +226,15 @@ def injured_server(inject: Inject, lab: Lab, folder: Path, seed: int) -> Outcome
     return injured(inject, lab, folder, 2 * seed + 1)
 
 
-def run_host_killed(lab: Lab, folder: Path, seed: int) -> Outcome:
-    """Its successor continues it. What counts is the lost log up to the checkpoint, and the successor's from there."""
+def run_host_killed(lab: Lab, folder: Path, seed: int, *, mirrored: bool = False) -> Outcome:
+    """Its successor continues it. What counts is the lost log up to the checkpoint, and the successor's from there.
+
+    With a mirror no update may be lost of which a learner was told: with which it has computed, by the log.
+    """
     rng = random.Random(seed)
     at = [f"{lab.network.address(host)}:{PORT}" for host in range(HOSTS)]
     words = ["--slow", "exp:0.03", "--save.every-updates", "20", "--successors", ",".join(at[1:3])]
+    words += ["--mirror", "--servers", str(1 + seed % 2)] if mirrored else []
     line = ("async", "k-async:2", "ssp:2", "k-batch-async:2")[seed % 4]
     run = RemoteRun(lab, folder, line, seed=seed, words=words)
     wait_until((run.folder / "config.json").exists, "the run's folder")
@@ -246,7 +252,12 @@ def run_host_killed(lab: Lab, folder: Path, seed: int) -> Outcome:
     successor = run.hosts[1]
     wait_until(lambda: tail.now_s() > 0 and bool(tail.updates), "the successor makes an update")
     back_s = time.monotonic() - killed_s
-    wait_until(lambda: len({learner for _, learner, _ in tail.pushes[-50:]}) == HOSTS - 1, "all that are left push")
+    all_push = partial(_all_push, tail, HOSTS - 1)
+    try:
+        wait_until(all_push, "all that are left push")
+    except RunFailedError as error:
+        outputs = {host: process.output[-1500:] for host, process in run.hosts.items()}
+        raise RunFailedError(f"{error}; {outputs}") from None
     time.sleep(CALM_S)
     successor.send_signal(2)
     wrong = [
@@ -254,13 +265,64 @@ def run_host_killed(lab: Lab, folder: Path, seed: int) -> Outcome:
         for host in run.others
         if (code := run.hosts[host].wait(LIMIT_S)) not in (0, 130)
     ]
-    said = re.search(r"continues the run from update (\d+) .*; updates lost: at least (\d+)", successor.output)
+    told = "none" if mirrored else r"at least \d+"
+    said = re.search(rf"continues the run from update (\d+) .*; updates lost: {told}", successor.output)
     if said is None:
         raise RunFailedError(f"no successor: {successor.output[-1000:]}")
     last, update = RunDir(folder / "copy1").read_metrics()[-1], int(said[1])
     lost, left = read_cut_log(run.folder), read_log(RunDir(folder / "copy1").log(1))
     found = judged_logs([(lost, update), (left, last["update"] - update)], last)
+    events = [from_text(record["event"]) for record in lost.decisions]
+    newest = max((event.version for event in events if isinstance(event, Pushed)), default=0)
+    if mirrored and newest > update:
+        wrong.append(f"a learner had computed with update {newest}, and the run goes on from {update}")
     return Outcome(found._replace(wrong=(*wrong, *found.wrong)), back_s, back_s)
+
+
+def _all_push(tail: LogTail, learners: int) -> bool:
+    tail.poll()
+    return len({learner for _, learner, _ in tail.pushes[-50:]}) == learners
+
+
+def server_host_killed(lab: Lab, folder: Path, seed: int) -> Outcome:
+    """A server on each of three hosts. The run begins anew on those that are left, and what counts is the log of before
+    up to the checkpoint, and the one from there.
+    """
+    rng = random.Random(seed)
+    words = ["--slow", "exp:0.03", "--save.every-updates", "20", "--place", "spread", "--servers", "3"]
+    line = ("async", "k-async:2", "full-sync", "k-sync:2")[seed % 4]
+    run = RemoteRun(lab, folder, line, seed=seed, words=words)
+    run.join_all()
+    saved = RunDir(run.folder).checkpoints
+    run.wait_for(lambda: saved.is_dir() and any(saved.iterdir()), "a checkpoint")
+    time.sleep(rng.uniform(0, 2 * LATER_S))
+    at = {lab.network.address(host): host for host in run.others}
+    places = re.findall(r"server \d+ is on (\S+)", run.process.output)
+    struck, killed_s = at[rng.choice(places)], time.monotonic()
+    lab.kill(struck)
+    del run.hosts[struck]
+    tail = run.tail = LogTail(RunDir(run.folder).log(2))
+    run.wait_for(lambda: tail.now_s() > 0 and bool(tail.updates), "the run goes on")
+    back_s = time.monotonic() - killed_s
+    run.wait_for(partial(_all_push, tail, HOSTS - 1), "all that are left push")
+    time.sleep(CALM_S)
+    found = run.finish(judge=judged_continued)
+    return Outcome(found, back_s, back_s)
+
+
+def judged_continued(run: RemoteRun) -> Findings:
+    """A run that went on from a checkpoint in its own folder."""
+    said = re.search(r"goes on from update (\d+) with \d+ servers?; updates lost: (\d+)", run.process.output)
+    if said is None:
+        return Findings(0, 0, (f"it does not say what is lost: {run.process.output[-1000:]}",))
+    folder, update = RunDir(run.folder), int(said[1])
+    last, before = folder.read_metrics()[-1], read_cut_log(run.folder)
+    made = sum(isinstance(from_text(one), Apply) for record in before.decisions for one in record["commands"])
+    found = judged_logs([(before, update), (read_log(folder.log(2)), last["update"] - update)], last)
+    # What was decided last may not have been made, and what was made may not be in the log yet.
+    near = abs(made - update - int(said[2])) <= HOSTS
+    wrong = () if near else (f"updates lost: {said[2]} by its own words, {made - update} by the log",)
+    return found._replace(wrong=(*wrong, *found.wrong))
 
 
 def read_cut_log(folder: Path) -> RunLog:
@@ -338,6 +400,8 @@ def rows(*, long: bool = False) -> list[Row]:
         Row(23, "every second a host leaves or is killed", "C T", partial(injured, come_and_go)),
         Row(29, "a learner's host is killed", "C", partial(injured, kill_host)),
         Row(29, "the run's host is killed; it has successors", "C", run_host_killed),
+        Row(29, "the run's host is killed; it has a mirror", "C L", partial(run_host_killed, mirrored=True)),
+        Row(29, "a server's host is killed, under --place spread", "C", server_host_killed),
         Row(30, "SIGKILL `offbeat work` on another host", "C Z", partial(injured, kill_host_program)),
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -16,7 +17,9 @@ import pytest
 
 from lab.fixture import StartLab, wait_for
 from offbeat.cli import main
+from offbeat.commands.network_options import check_mirror
 from offbeat.commands.work import COMMAND
+from offbeat.errors import RequestError
 from offbeat.lab import Lab
 from offbeat.lab.control import HostProcess
 from offbeat.network import keys
@@ -34,6 +37,7 @@ PORT = 7000
 SAMPLES = 1438  # of the digits
 LIMIT_S = 120.0
 LISTENS = "learners"  # in the first line that a run prints, when it listens already
+MIRROR = "train --listen 127.0.0.1:7000 --learners 2 --remote 1 --mirror --sync {}"
 
 
 def train(lab: Lab, folder: Path, line: str, *words: str, remote: int) -> HostProcess:
@@ -160,12 +164,23 @@ def test_torchrun_starts_the_learners_of_a_script_on_two_hosts(start_lab: StartL
         ),
         ("train --listen 127.0.0.1:7000", "--listen and --remote belong together"),
         ("train --sync ring --listen 127.0.0.1:7000 --remote 1", "learners cannot join 'ring'"),
+        (MIRROR.format("async"), "--mirror needs --successors"),
+        (MIRROR.format("async --successors 127.0.0.1:7001 --place spread --servers 2"), "remove --place spread"),
+        (MIRROR.format("downpour --successors 127.0.0.1:7001"), "under 'downpour' learners keep state"),
     ],
 )
 def test_a_wrong_request_is_refused_in_one_line(capfd: pytest.CaptureFixture[str], words: str, told: str) -> None:
     code = main(words.split())
     (line,) = capfd.readouterr().err.splitlines()
     assert code in (1, 2) and told in line
+
+
+def test_a_mirror_takes_every_strategy_without_state_of_learners() -> None:
+    words = argparse.Namespace(successors="127.0.0.1:7001", place="first")
+    for line in ("k-async:2", "full-sync", "ssp:1", "async:down=bf16"):
+        check_mirror(words, line, 2)
+    with pytest.raises(RequestError, match="learners keep state"):
+        check_mirror(words, "local-sgd:4", 2)
 
 
 @contextmanager

@@ -34,6 +34,15 @@ def test_a_shard_whose_host_stays_away_is_lost_and_one_that_comes_back_is_not() 
     assert places.offer(place(b"a")) == 1
     assert places.lost(LOST_S + 0.5) is None
     assert places.lost(LOST_S + 1.5) == 2
+    assert places.told(2) == "server 2 on 10.0.0.9 is lost" and places.hosts() == {b"a"}
+
+
+def test_a_shard_that_nobody_comes_for_is_lost_where_the_run_does_not_wait_for_all() -> None:
+    places = ServerPlaces(3, place(FIRST_HOST), {1: place(b"a")})
+    assert places.lost(1e9) is None
+    assert places.lost(5.0, come_by_s=5.0) is None
+    assert places.lost(5.1, come_by_s=5.0) == 2
+    assert places.told(2) == "no host has come for server 2" and places.hosts() == {b"a"}
 
 
 def test_the_later_grant_stops_the_earlier_one_and_then_has_the_slot_alone() -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,7 @@ import pytest
 from lab.fixture import StartLab, wait_for
 from offbeat.cli import main
 from offbeat.errors import OffbeatError, PeerError, RequestError
+from offbeat.lab import Lab
 from offbeat.network import keys
 from offbeat.network.connections import AnyConnection, Place
 from offbeat.network.port import Port, listen, raw_of
@@ -23,7 +28,10 @@ from offbeat.server.remote.checkpoint_copies import follow_run, newest_copy, ser
 from offbeat.server.remote.frames import GREETING_BYTES, Channel, unpack_greeting
 from offbeat.train import succession
 from offbeat.train.succession import LostRun, SeenUpdates, go_on, own_index, parse_successors
+from process.remote_fault_table import Outcome, run_host_killed, server_host_killed
 from process.test_work import LIMIT_S, OFFBEAT, PORT, SAMPLES
+
+RUN = b"r" * 16
 
 
 def save(folder: Path, update: int, content: bytes) -> None:
@@ -43,13 +51,13 @@ def test_copies_follow_the_newest_checkpoint_until_the_host_is_lost(
     save(there, 9, b"a" * 700_000)
     with listen(Place("127.0.0.1", 0), "test") as listener:
         place = Place(*listener.getsockname())
-        follower = threading.Thread(target=follow_run, args=(place, None, here), daemon=True)
+        follower = threading.Thread(target=follow_run, args=(place, None, here, RUN), daemon=True)
         follower.start()
         port = Port(listener, None, GREETING_BYTES)
         while not (guests := port.poll(5.0)):
             pass
         greeting = unpack_greeting(guests[0].greeting)
-        assert (greeting.channel, greeting.learner) == (Channel.FOLLOW, 1)
+        assert (greeting.channel, greeting.learner, greeting.session) == (Channel.FOLLOW, 1, RUN)
         server = threading.Thread(target=_serve, args=(guests[0].connection, there), daemon=True)
         server.start()
         _wait_for_copy(here, "update-00000009")
@@ -80,10 +88,11 @@ def _wait_for_copy(folder: Path, name: str) -> None:
         time.sleep(0.01)
 
 
-def lost(folder: Path | None, mine: int | None, first: int) -> LostRun:
-    """`first` is the port of the first successor; nobody listens at the places of the others."""
+def lost(folder: Path | None, mine: int | None, *, first: int = 5, at: int = 4) -> LostRun:
+    """`first` is the port of the first successor, and `at` that of the run; nobody listens at the other places."""
     successors = (f"127.0.0.1:{first}", "127.0.0.1:2", "127.0.0.1:3")
-    return LostRun(successors=successors, mine=mine, learners=4, here=2, seen=14, folder=folder)
+    run = f"127.0.0.1:{at}"
+    return LostRun(successors=successors, mine=mine, learners=4, here=2, seen=14, folder=folder, at=run)
 
 
 def test_a_successor_waits_for_those_before_it_and_says_what_is_lost(
@@ -94,17 +103,70 @@ def test_a_successor_waits_for_those_before_it_and_says_what_is_lost(
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # nobody else has this port, and nobody listens at it yet
         port = taken.getsockname()[1]
-        told, words = go_on(lost(tmp_path, 1, port))
+        told, words = go_on(lost(tmp_path, 1, first=port))
         assert "continues the run from update 12" in told and "updates lost: at least 2" in told
         assert words[words.index("--listen") + 1] == "127.0.0.1:2"
         assert words[words.index("--remote") + 1] == "2" and words[words.index("--successors") + 1] == "127.0.0.1:3"
         with pytest.raises(OffbeatError, match="no checkpoint had been copied to this host"):
-            go_on(lost(tmp_path / "empty", 0, port))
+            go_on(lost(tmp_path / "empty", 0, first=port))
         with pytest.raises(PeerError, match="none of its successors listens"):
-            go_on(lost(None, None, port))
+            go_on(lost(None, None, first=port))
         taken.listen()
-        told, words = go_on(lost(tmp_path, 1, port))
+        told, words = go_on(lost(tmp_path, 1, first=port))
     assert words == ["work", "--join", f"127.0.0.1:{port}", "--learners", "2", "--run-dir", f"{tmp_path}-next"]
+
+
+def test_hosts_join_a_run_that_begins_anew_at_its_place(tmp_path: Path) -> None:
+    told, words = go_on(anew(None))
+    assert "begins anew" in told and words == ["work", "--join", "127.0.0.1:4", "--learners", "2"]
+    _, words = go_on(anew(tmp_path / "copy-next"))
+    assert words[-2:] == ["--run-dir", str(tmp_path / "copy-next")]
+    (tmp_path / "copy-next").mkdir()
+    _, words = go_on(anew(tmp_path / "copy-next"))
+    assert words[-2:] == ["--run-dir", str(tmp_path / "copy-next1")]
+
+
+def anew(folder: Path | None) -> LostRun:
+    return replace(lost(folder, 0), anew=True)
+
+
+def test_a_host_that_was_only_cut_off_joins_the_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(succession, "WAIT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        told, words = go_on(lost(None, None, at=port))
+    assert "is back" in told and words[:3] == ["work", "--join", f"127.0.0.1:{port}"]
+
+
+def test_a_successor_with_a_mirror_loses_nothing_and_asks_for_the_next_mirror(tmp_path: Path) -> None:
+    save(tmp_path, 12, b"")
+    told, words = go_on(replace(lost(tmp_path, 0), mirrored=True, mirrors=True))
+    assert told.endswith("updates lost: none, since each was mirrored before it was acknowledged")
+    assert "--mirror" in words and words[words.index("--successors") + 1] == "127.0.0.1:2,127.0.0.1:3"
+    (kept,) = RunDir(tmp_path).read_losses()
+    assert (kept["update"], kept["exact"], kept["why"]) == (12, True, "the run's host at 127.0.0.1:4")
+
+
+def test_a_successor_of_spread_servers_has_one_less(tmp_path: Path) -> None:
+    save(tmp_path, 12, b"")
+    for servers, place, left in ((3, "spread", "2"), (2, "first", "1")):
+        _, words = go_on(replace(lost(tmp_path, 0), servers=servers))
+        assert words[words.index("--place") + 1] == place and words[words.index("--servers") + 1] == left
+
+
+def test_who_follows_a_run_hears_that_another_one_is_at_its_place() -> None:
+    with listen(Place("127.0.0.1", 0), "test") as listener:
+        place, found = Place(*listener.getsockname()), []
+        follower = threading.Thread(target=lambda: found.append(follow_run(place, None, None, RUN)), daemon=True)
+        follower.start()
+        port = Port(listener, None, GREETING_BYTES)
+        while not (guests := port.poll(5.0)):
+            pass
+        checkpoint_copies.say_anew(guests[0].connection)
+        follower.join(LIMIT_S)
+        raw_of(guests[0].connection).close()
+        port.close()
+    assert found == [checkpoint_copies.ANEW]
 
 
 def test_a_host_finds_its_own_address_in_the_list() -> None:
@@ -154,3 +216,14 @@ def test_the_run_goes_on_when_its_host_is_killed(start_lab: StartLab, tmp_path: 
     assert metrics[-1]["epoch"] == 12 and metrics[-1]["accuracy"] > 0.9
     assert metrics[-1]["samples"] == 12 * SAMPLES  # each sample of each epoch, in the history that goes on
     assert "accuracy" in hosts[0].output
+
+
+@pytest.mark.skipif(not os.environ.get("OFFBEAT_MATRIX"), reason="takes long: make test-matrix")
+@pytest.mark.parametrize(
+    "play", [server_host_killed, partial(run_host_killed, mirrored=True)], ids=["spread", "mirror"]
+)
+def test_a_run_goes_on_when_a_host_with_servers_is_killed(
+    start_lab: StartLab, tmp_path: Path, play: Callable[[Lab, Path, int], Outcome]
+) -> None:
+    outcome = play(start_lab(hosts=4, bandwidth="200Mbit/s"), tmp_path, 0)
+    assert (outcome.found.lost, outcome.found.doubled, outcome.found.wrong) == (0, 0, ())

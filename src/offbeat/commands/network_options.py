@@ -15,6 +15,7 @@ from offbeat import plugins
 from offbeat.commands.base import option, refuse
 from offbeat.errors import RequestError
 from offbeat.network import keys
+from offbeat.policies import create
 from offbeat.processes.ssh_hosts import (
     SSH,
     HostProgram,
@@ -159,6 +160,20 @@ def count_servers(words: argparse.Namespace, servers: int, remote: int | None) -
     if servers not in (1, hosts):
         raise RequestError(f"--place {SPREAD} puts one server on each of {hosts} hosts, but --servers is {servers}")
     return hosts
+
+
+def check_mirror(words: argparse.Namespace, sync: str, learners: int) -> None:
+    """`RequestError` where the servers' state cannot be on a second host, or would not be all that there is."""
+    if words.successors is None:
+        raise RequestError("--mirror needs --successors: the first of them keeps the copy, and continues from it")
+    if words.place == SPREAD:
+        raise RequestError(f"--mirror needs all servers on this host; remove --place {SPREAD}")
+    rule = create(sync, expect=max(1, learners)).rule
+    if rule.delta or rule.fetch_every or (rule.codec is not None and rule.codec.biased):
+        raise RequestError(
+            f"--mirror: under '{sync}' learners keep state that is on no server; choose a strategy without local steps "
+            "and without error feedback"
+        )
 
 
 def open_hosts(words: argparse.Namespace, remote: int, more: Sequence[str] = ()) -> OtherHosts:

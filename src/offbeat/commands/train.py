@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from offbeat.commands.base import Command, option, print_json
 from offbeat.commands.network_options import (
     HOST_OPTIONS,
     SPREAD,
+    OtherHosts,
+    check_mirror,
     count_all,
     count_remote,
     count_servers,
@@ -27,6 +31,10 @@ from offbeat.train.arguments import SECTIONS, given
 from offbeat.train.config import Config
 from offbeat.train.config_files import changed, override, read_config, read_recipe
 from offbeat.train.recipes import DEFAULT
+
+if TYPE_CHECKING:
+    from offbeat.commands.view import View
+    from offbeat.train.launch import Result, Start
 
 _RESULT = (
     "name", "accuracy", "test_samples", "loss", "strategy", "learners", "updates", "epochs", "samples_per_s", "seconds",
@@ -48,7 +56,7 @@ def _run(words: argparse.Namespace) -> None:
     with loading():
         from offbeat.commands.report import write_report
         from offbeat.commands.view import view_for
-        from offbeat.train.launch import launch, learners_here, prepare
+        from offbeat.train.launch import learners_here, prepare
         from offbeat.train.torchrun_learner import learn
 
     shown = sys.stderr if words.json else sys.stdout
@@ -72,6 +80,8 @@ def _run(words: argparse.Namespace) -> None:
         if remote is not None:
             default = 0 if config.learners else learners_here(config)
             config = changed(config, {"learners": count_all(words, remote, config.learners, default)})
+        if words.mirror:
+            check_mirror(words, config.sync, config.learners)
         elsewhere = None if remote is None else open_hosts(words, remote)
         with redirect_stdout(out):  # what modules of one's own print when they are loaded
             start = prepare(
@@ -89,11 +99,12 @@ def _run(words: argparse.Namespace) -> None:
                 programs=elsewhere.programs,
                 successors=successors,
                 spread=words.place == SPREAD,
+                mirrors=words.mirror,
             )
         config = start.config
         view = view_for(out, live=out.isatty(), quiet=words.quiet)
         try:
-            result = launch(start, view.hear, view.print_line)
+            result = _launch_on_hosts(start, view, elsewhere, successors)
         finally:
             view.close()
     if result.end and words.report:
@@ -105,6 +116,30 @@ def _run(words: argparse.Namespace) -> None:
         raise OffbeatError(result.failed)
     if result.signal:
         raise SystemExit(128 + result.signal)
+
+
+def _launch_on_hosts(start: Start, view: View, elsewhere: OtherHosts | None, successors: Sequence[str]) -> Result:
+    """Train; when a server is lost with its host, go on with the hosts that are left."""
+    from offbeat.server.supervisor import HostLostError
+    from offbeat.train.continued_run import go_on_without
+    from offbeat.train.launch import launch
+
+    if elsewhere is None:
+        return launch(start, view.hear, view.print_line)
+    with elsewhere.listener.dup() as listener:  # those who come while there is no run wait for the next one
+        while True:
+            try:
+                return launch(start, view.hear, view.print_line)
+            except HostLostError as lost:
+                start, told = go_on_without(
+                    start,
+                    lost,
+                    listener.dup(),
+                    successors=successors,
+                    programs=elsewhere.programs,
+                    tell=lambda line: print(f"offbeat: {line}", file=sys.stderr),
+                )
+            view.hear({"kind": "note", "text": told, "warns": True})
 
 
 def _config(words: argparse.Namespace) -> Config:
@@ -153,6 +188,13 @@ learners; with an all-reduce they may be on several hosts (docs/several-hosts.md
             metavar="ADDRESS:PORT,...",
             help="if this host is lost, the first of these that has joined with `offbeat work` continues the run from "
             "the newest checkpoint, and the others join it (needs --listen)",
+            group="network",
+        ),
+        option(
+            "--mirror",
+            action="store_true",
+            help="keep the servers' state on the first successor too, before an update is acknowledged: none is lost "
+            "with this host then (needs --successors)",
             group="network",
         ),
         option(

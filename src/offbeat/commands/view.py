@@ -180,8 +180,40 @@ def _end_facts(end: Record, best: Record | None) -> list[tuple[str, list[str]]]:
         ("staleness", _if_known("{} on average", "{:.2f}".format, end.get("staleness_mean"))),
         ("consensus", _if_known("replicas were {}", told_consensus, end.get("consensus"))),
         ("traffic", _if_known("learners {}", str, moved)),
+        ("busiest", _busiest(end.get("link"), end.get("seconds"))),
+        ("mirror", _mirrored(end.get("mirror"), end.get("seconds"))),
+        ("lost", [_lost(loss) for loss in end.get("lost") or ()]),
         ("warning", _if_known("{}", _clean, end.get("warning"))),
     ]
+
+
+def _busiest(link: Mapping[str, Any] | None, seconds: float | None) -> list[str]:
+    """Of all links between hosts, and what it would be with the servers elsewhere."""
+    if link is None:
+        return []
+    whose, way = f"host {_clean(link['host'])}" if link["host"] else "this host", "in" if link["takes_in"] else "out"
+    rate = f", {format_size(round(link['bytes'] / seconds))}/s" if seconds else ""
+    other = f"the busiest link would carry {format_size(link['other_bytes'])} with --place {link['other']}"
+    return [f"the link of {whose} carried {format_size(link['bytes'])} {way}{rate}; {other}"]
+
+
+def _mirrored(mirror: Mapping[str, Any] | None, seconds: float | None) -> list[str]:
+    """How many updates were on a second host before they were acknowledged, and what that cost."""
+    if mirror is None:
+        return []
+    without = [f"{count_of(mirror['without'], 'update')} without a mirror"] if mirror["without"] else []
+    share = [f"{whole_percent(mirror['waited_s'] / seconds)} of the time"] if seconds else []
+    return [
+        f"{count_of(mirror['updates'], 'update')} mirrored",
+        *without,
+        f"waited {_seconds(mirror['waited_s'])} for it",
+        *share,
+    ]
+
+
+def _lost(loss: Mapping[str, Any]) -> str:
+    many = ("" if loss["exact"] else "at least ") + count_of(loss["updates"], "update")
+    return f"{many} after update {loss['update']} ({_clean(loss['why'])})"
 
 
 def _burnt(energy: Record) -> list[str]:

@@ -12,6 +12,7 @@
         energy.json            joules, as far as they could be measured; energy.2.json after a resume
         live.json              how far it is, for `offbeat watch`; at the end, how it ended
         stacks.txt             where all learners were when one made no progress for too long
+        losses.jsonl           a line for each host whose loss has cost updates
 
 The learner who leads writes, and the others hand it their parts: those of a parameter server through the folder, which
 they share on one host; those of an all-reduce through their process group, so that other hosts need no folder.
@@ -178,6 +179,7 @@ class RunDir:
         self.machine = path / "machine.json"
         self.live = path / "live.json"
         self.stacks = path / "stacks.txt"
+        self.losses = path / "losses.jsonl"
         self._stop = path / ".stop"
         self._lost = path / ".lost"
         self._parts = path / ".parts"
@@ -243,6 +245,16 @@ class RunDir:
             return list(JsonLines(self.metrics))
         except UnusableFile as file:
             raise OffbeatError(f"{self.metrics}: {file.why}") from None
+
+    def note_loss(self, record: Mapping[str, Any]) -> None:
+        with self.losses.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def read_losses(self) -> list[dict[str, Any]]:
+        """Of hosts: why, the update from which the run went on, and how many updates were lost."""
+        with suppress(UnusableFile):
+            return list(JsonLines(self.losses)) if self.losses.is_file() else []
+        return []
 
     def forget_metrics_after(self, update: int) -> None:
         """What was measured after the checkpoint that the run goes on from is measured again."""

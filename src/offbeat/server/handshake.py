@@ -45,7 +45,7 @@ class Handshake(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ha
 
     protocol: int
     token: Annotated[str, Meta(max_length=128)]
-    role: Literal["learner", "server"]
+    role: Literal["learner", "server", "mirror"]
     number: LearnerNumber
     version: Text  # of offbeat and torch: all must be of one
     table: ParameterLayout | None = None

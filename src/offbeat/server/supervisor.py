@@ -19,12 +19,14 @@ may come from other hosts, the gateway is one more process (`remote.gateway`).
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import select
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -51,6 +53,8 @@ from offbeat.server.coordinator import coordinator_process
 from offbeat.server.coordinator.journal import new_files
 from offbeat.server.parameter_layout import ParameterLayout
 from offbeat.server.remote.gateway import Gateway, GatewayServers, RemotePlan
+from offbeat.server.remote.link_traffic import HERE, RunTraffic, told_of
+from offbeat.server.remote.mirror import MIRROR_GENERATION
 from offbeat.server.remote.remote_road import GATEWAY
 from offbeat.server.remote.server_host import GENERATION
 from offbeat.server.remote.server_places import FIRST_HOST, ServerPlace, ServerPlaces
@@ -64,8 +68,19 @@ MOST_DRAIN_S = 600.0
 MOST_DEATHS, DEATHS_S = 8, 20.0  # of one server or of the coordinator: more than so many in so long, and the run ends
 MOST_RESTARTS = 3  # of a learner that was killed
 PIDS_KEPT = 64  # of each learner, those that came last
+COME_S = 60.0  # for hosts with servers, after a run that does not wait for all learners has begun
 INSIDE_ITEMS = 2**16  # of a model on one server: up to so many, the coordinator makes the updates itself
 _LINGER_S = 0.5  # for learners whose goodbye is on its way
+
+
+class HostLostError(OffbeatError):
+    """A server is lost with its host. `version`: the updates that were made; `hosts` are left for servers."""
+
+    def __init__(self, why: str, version: int, hosts: int) -> None:
+        super().__init__(
+            f"{why}, and its part of the parameters with it; continue from the newest checkpoint with --resume"
+        )
+        self.why, self.version, self.hosts = why, version, hosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +123,8 @@ class Supervisor(Launcher):
         self.coordinator: socket.socket | None = None
         self.gateway: socket.socket | None = None
         self.servers_at: dict[int, ServerPlace] = {}  # on other hosts
+        self.hosts_of: dict[int, str] = {}  # learners on others; where one had several, the last
+        self.run_name = secrets.token_bytes(16)  # hosts that have joined know it
         listener = None if plan.remote is None else plan.remote.data_listener
         self._data_port = 0 if listener is None else int(listener.getsockname()[1])  # a fork has no such descriptor
         self._quiet: memory.Segment | None = None
@@ -135,6 +152,7 @@ class Supervisor(Launcher):
             facts=dict(self.plan.facts or {}),
             inside_items=INSIDE_ITEMS,
             learners_here=self.plan.learners_here,
+            mirrors=self.plan.remote is not None and self.plan.remote.mirrors,
         )
 
         def body() -> None:
@@ -171,6 +189,9 @@ class Supervisor(Launcher):
                 supervisor=theirs,
                 tell=lambda text: coordinator_process.say(theirs, "say", text=text),
                 servers=self._servers_for(theirs),
+                run=self.run_name,
+                placed=lambda learner, address: coordinator_process.say(theirs, "placed", number=learner, text=address),
+                mirror_token=handshake.server_token(self.server_secret, 0, MIRROR_GENERATION),
             )
             coordinator_process.say(theirs, "ready", text="gateway")
             gateway.serve()
@@ -183,7 +204,7 @@ class Supervisor(Launcher):
         """What the gateway needs of servers on other hosts, where there are some."""
         if not self.plan.setting.spread or self.plan.remote is None or self.plan.remote.data_listener is None:
             return None
-        here = ServerPlace(FIRST_HOST, "", self._data_port)
+        here, starts_s = ServerPlace(FIRST_HOST, "", self._data_port), self.plan.setting.start_by_s
 
         def note(shard: int, place: ServerPlace) -> None:
             text = f"{place.host.hex()} {place.address} {place.port}"
@@ -193,7 +214,8 @@ class Supervisor(Launcher):
             places=ServerPlaces(self.plan.setting.shards, here, self.servers_at),
             token_of=lambda shard: handshake.server_token(self.server_secret, shard, GENERATION),
             note=note,
-            fail=lambda why: coordinator_process.say(line, "failed", text=why),
+            lost=lambda why, hosts: coordinator_process.say(line, "lost", text=why, number=hosts),
+            come_by_s=self.start_s + (math.inf if starts_s is None else starts_s + COME_S),
         )
 
     def _start_data(self) -> None:
@@ -270,6 +292,8 @@ class Supervisor(Launcher):
         elif message.what == "server":
             host, address, port = message.text.split()
             self.servers_at[message.number] = ServerPlace(bytes.fromhex(host), address, int(port))
+        elif message.what == "placed":
+            self.hosts_of[message.number] = message.text
         elif message.what == "ready":
             self._recovered(message.text)
         elif message.what == "learner":
@@ -284,12 +308,24 @@ class Supervisor(Launcher):
             self.on_line(SELF, message.text)
         elif message.what == "summary":
             self.summary = message.text
+        elif message.what == "lost" and not self._closing and self.summary is None:
+            self.kill_learners()
+            raise HostLostError(message.text, self._newest_version(), message.number)
         elif message.what == "failed" and not self._closing:
             self.kill_learners()  # they wait for what does not come: asking them would take long
             raise OffbeatError(message.text)
         for descriptor in descriptors:
             os.close(descriptor)
         return True
+
+    def _newest_version(self) -> int:
+        """The updates of this run."""
+        if self.arena is None:
+            return 0
+        table, descriptor = self.arena
+        setting = replace(self.plan.setting, clip_norm=table.clip_norm)
+        arena = Arena(memory.Segment(descriptor, ArenaLayout(table, setting).size_bytes), table, setting)
+        return max(version.get() for version, _ in arena.committed)
 
     def _service_ended(self, name: str, code: int, start_again: Callable[[], None]) -> None:
         del self.services[name]
@@ -329,7 +365,8 @@ class Supervisor(Launcher):
         """One that failed before all learners had joined is a mistake at the start; after that, the run does without
         it.
         """
-        if code and not self._closing and len(self.pids) < self.plan.setting.learners:
+        must = self.plan.remote is None or not self.plan.remote.may_fail
+        if code and must and not self._closing and len(self.pids) < self.plan.setting.learners:
             self.kill_learners()  # they wait for those that do not come
             why = self._last_lines.get(name, "").removeprefix("offbeat: ") or "it printed nothing"
             raise OffbeatError(f"{name} did not start its learners ({describe_exit(code)}): {why}")
@@ -360,7 +397,24 @@ class Supervisor(Launcher):
         end = time.monotonic() + MOST_DRAIN_S  # the coordinator waits as long as updates are being made
         while self.summary is None and time.monotonic() < end:
             self.poll()
-        return self.summary
+        return None if self.summary is None else self._with_links(self.summary)
+
+    def _with_links(self, summary: str) -> str:
+        """What the links of hosts carried, if there are several."""
+        if not self.hosts_of:
+            return summary
+        told = json.loads(summary)
+        minibatches: Counter[str] = Counter()
+        for learner, many in enumerate(told.get("pushed", ())):
+            minibatches[self.hosts_of.get(learner, HERE)] += many
+        traffic = RunTraffic(
+            minibatches=minibatches,
+            push_bytes=told.get("push_bytes", 0),
+            fetch_bytes=told.get("fetch_bytes", 0),
+            mirror_bytes=told.get("mirror", {}).get("bytes", 0),
+        )
+        spread_on = [place.address for shard, place in self.servers_at.items() if shard]
+        return json.dumps({**told, "link": told_of(traffic, spread_on)})
 
     def close(self) -> None:
         super().close()

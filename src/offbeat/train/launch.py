@@ -480,6 +480,8 @@ class _ForkedTraining:
         if result.end:
             result.end["joules"] = energy.joules
         result.services = json.loads(said) if said else {}
+        if result.end:
+            result.end |= {name: result.services[name] for name in ("mirror", "link") if name in result.services}
         exits = self.exits or launcher.exits
         _raise_failure(start, exits, self.failures, result)
         conclude(start.config, start.run, result.end)

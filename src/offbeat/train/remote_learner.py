@@ -47,6 +47,7 @@ from offbeat.train.checkpoint import Checkpoint
 from offbeat.train.config import Config
 from offbeat.train.config_files import as_json, changed, from_json
 from offbeat.train.launch import Start, check_device, learners_here
+from offbeat.train.mirrored_state import StateKeeper
 from offbeat.train.recompute import recomputing
 from offbeat.train.served_trainer import ServedTrainer
 from offbeat.train.succession import LostRun, SeenUpdates, following, own_index
@@ -71,11 +72,13 @@ def open_places(
     successors: Sequence[str] = (),
     *,
     spread: bool = False,
+    may_fail: bool = False,
+    mirrors: bool = False,
 ) -> Start:
-    """Places for so many learners from other hosts, and what these are told."""
+    """Places for so many learners from other hosts, and what these are told. `may_fail`: programs that bring them."""
     checkpoint, run = start.checkpoint, start.run
     saved_at = None if checkpoint is None else _SavedAt(checkpoint.update, checkpoint.state)
-    told = _Told(json.loads(as_json(start.config)), start.segment, saved_at, tuple(successors))
+    told = _Told(json.loads(as_json(start.config)), start.segment, saved_at, tuple(successors), mirrors)
     first = start.config.learners - remote
     saved = {} if checkpoint is None else checkpoint.files
     files = {
@@ -91,6 +94,8 @@ def open_places(
         files=files,
         hand_in=run.hand_in,
         programs=programs,
+        may_fail=may_fail,
+        mirrors=mirrors,
         folder=run.path.absolute(),
     )
     return replace(start, remote=plan.spread() if spread else plan, join_s=join_s)
@@ -110,6 +115,7 @@ class _Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     segment: Annotated[int, msgspec.Meta(ge=0)]
     checkpoint: _SavedAt | None
     successors: tuple[str, ...] = ()
+    mirrors: bool = False
 
 
 # --- a host that joins ------------------------------------------------------------------------------------------------
@@ -124,6 +130,7 @@ class JoinedRun(JoinedHost):
     checkpoint: Checkpoint | None
     segment: int
     successors: tuple[str, ...] = ()  # hosts that continue the run, in order
+    mirrors: bool = False  # they keep the servers' state
 
 
 def enter_run(address: str, learners: int | None) -> JoinedRun:
@@ -168,6 +175,7 @@ def enter_run(address: str, learners: int | None) -> JoinedRun:
         checkpoint=checkpoint,
         segment=told.segment,
         successors=told.successors,
+        mirrors=told.mirrors,
     )
 
 
@@ -217,12 +225,24 @@ def join_training(
             environment={**os.environ, **thread_environment(run.config.train.threads)},
             restarts=MOST_RESTARTS,
         )
-        if attached or not run.successors:
+        if attached or not (run.successors or run.entered.spread):
             return run_learners(run, plan, on_line, attached=attached), None
-        follower = opened.enter_context(following(run.place, copies))
+        keeper = None
+        if run.mirrors and mine is not None and copies is not None:
+            keeper = StateKeeper(
+                place=run.place,
+                number=mine,
+                run=run.entered.run,
+                config=run.config,
+                task=run.task,
+                begun=run.checkpoint,
+                folder=copies,
+            )
+        follower = opened.enter_context(following(run.place, copies, run.entered.run, keeper))
         exits = run_learners(run, plan, on_line, is_lost=follower.is_lost)
         if not any(exits.values()) or not follower.wait_for_loss():
             return exits, None
+        anew, mirrored = follower.begins_anew(), follower.was_mirrored()
     lost = LostRun(
         successors=run.successors,
         mine=mine,
@@ -230,6 +250,11 @@ def join_training(
         here=len(exits),
         seen=seen.newest(),
         folder=copies,
+        at=format_place(run.place),
+        anew=anew,
+        mirrored=mirrored,
+        mirrors=run.mirrors,
+        servers=run.config.servers if run.entered.spread else 1,
     )
     return exits, lost
 
@@ -289,7 +314,10 @@ def _enter_again(run: JoinedRun) -> int | None:
         except PeerError:  # nobody listens there any more
             return None
         raw_of(one).close()
-        os.environ |= {"OFFBEAT_TOKEN": host.hex(), "OFFBEAT_LEARNER": str(entered.places[0])}
+        if entered.run != run.entered.run:
+            return None
+        token = host.hex() + entered.run.hex()
+        os.environ |= {"OFFBEAT_TOKEN": token, "OFFBEAT_LEARNER": str(entered.places[0])}
         return entered.places[0]
 
 

@@ -46,6 +46,7 @@ def end_record(
         "received_bytes": last.get("received_bytes"),
         "epochs": at.epoch,
         "run_dir": str(run.path),
+        "lost": run.read_losses(),
         "stopped": bool(why),
         "why": why,
         "failed": failed,  # what makes it a failure all the same

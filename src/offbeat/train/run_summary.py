@@ -49,6 +49,10 @@ def summary_of(config: Config, end: Mapping[str, Any], metrics: Sequence[Mapping
     if dropped:
         told = ", ".join(f"{many} ({why})" for why, many in dropped.items())
         lines.append(f"Samples that were not applied: {told}.")
+    for loss in end.get("lost") or ():
+        at_least = "" if loss["exact"] else "at least "
+        many = at_least + count_of(loss["updates"], "update")
+        lines.append(f"A host was lost ({loss['why']}): {many} after update {loss['update']} were lost with it.")
     if end.get("warning"):
         lines.append(f"Warning: {end['warning']}.")
     if end.get("stopped"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -42,6 +43,30 @@ def setting_of(config: Config, checkpoint: Checkpoint | None) -> dict[str, Any]:
         "book": None if kept is None else kept["book"],
         "memory": None if kept is None else kept["memory"],
     }
+
+
+def standing_of(before: TrainingState, base: int, facts: Mapping[str, Any]) -> TrainingState:
+    """Where a run stands, by what its coordinator says; `before` and `base`: where it began, and at which update."""
+    samples, dropped = facts["samples"], dict(before.dropped)
+    for fate, many in samples.items():
+        if fate != "applied" and not fate.startswith("computed again: "):
+            name = fate.removeprefix("dropped: ")
+            dropped[name] = dropped.get(name, 0) + many
+    old, gradients = before.staleness or 0.0, before.gradients + facts["gradients"]
+    return TrainingState(
+        epoch=facts["book"]["epoch"],
+        update=base + facts["version"],
+        seconds=before.seconds + facts["seconds"],
+        applied=before.applied + samples.get("applied", 0),
+        dropped=dropped,
+        held=facts["held"],
+        offset=sum(end - start for start, end in facts["book"]["settled"]),
+        staleness=(old * before.gradients + facts["staleness"] * facts["gradients"]) / max(1, gradients),
+        gradients=gradients,
+        epoch_end=facts["epoch_end"],
+        halt=facts["halt"],
+        server={"book": facts["book"], "memory": facts["memory"]},
+    )
 
 
 class ServedTrainer(Trainer):
@@ -199,30 +224,10 @@ class ServedTrainer(Trainer):
         return self.evaluate_and_save(self._standing(facts), self.run.handed_in(pause.number))
 
     def _standing(self, facts: dict[str, Any]) -> TrainingState:
-        before, samples = self.at, facts["samples"]
         if facts["residuals_lost"] > self._residuals_lost:
             self._residuals_lost = facts["residuals_lost"]
             self.note(f"the residuals of {count_of(self._residuals_lost, 'learner')} that ended are lost")
-        dropped = dict(before.dropped)
-        for fate, many in samples.items():
-            if fate != "applied" and not fate.startswith("computed again: "):
-                name = fate.removeprefix("dropped: ")
-                dropped[name] = dropped.get(name, 0) + many
-        old, gradients = before.staleness or 0.0, before.gradients + facts["gradients"]
-        return TrainingState(
-            epoch=facts["book"]["epoch"],
-            update=self._base + facts["version"],
-            seconds=before.seconds + facts["seconds"],
-            applied=before.applied + samples.get("applied", 0),
-            dropped=dropped,
-            held=facts["held"],
-            offset=sum(end - start for start, end in facts["book"]["settled"]),
-            staleness=(old * before.gradients + facts["staleness"] * facts["gradients"]) / max(1, gradients),
-            gradients=gradients,
-            epoch_end=facts["epoch_end"],
-            halt=facts["halt"],
-            server={"book": facts["book"], "memory": facts["memory"]},
-        )
+        return standing_of(self.at, self._base, facts)
 
     def still_leads(self) -> bool:
         return not self.learner.is_given_up

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import math
 import select
 import socket
@@ -45,6 +46,8 @@ from offbeat.server.coordinator.journal import Journal, JournalError
 from offbeat.server.coordinator.run_recorder import RecorderState, RunRecorder
 from offbeat.server.coordinator.session import Sender, SessionName
 from offbeat.server.parameter_layout import ParameterLayout
+from offbeat.server.remote.mirror import WAIT_S as MIRROR_WAIT_S
+from offbeat.server.remote.mirror import MirrorJob, encode_job, vectors_of
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.shard.optimizers import check_rule
 from offbeat.server.shard.server_process import Shard, ShardMemory
@@ -103,6 +106,7 @@ class CoordinatorOptions:
     facts: dict[str, Any] | None = None  # of the run, for its log
     launched: bool = False  # learners are started, and started again, by the supervisor
     learners_here: int | None = None  # those after them come from other hosts, and go as they like; None: all
+    mirrors: bool = False  # a copy of the servers' state is kept on another host
     inside_items: int = 0  # a model of so many items or fewer, on one shard, is updated by the coordinator itself
 
 
@@ -111,10 +115,10 @@ class ToSupervisor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     "arena": here is the memory, for this table; `number` servers are to be started. "ready": a server or the
     coordinator (`text`) works. "learner": this process has come, under this nonce. "replace": this server says what
-    cannot be. "begin": not all learners will come; begin with those that are there. "ended": this learner will not come
-    again. "server": this host has this shard. "say": something worth knowing. "failed": the run cannot go on, and why.
-    "finish": the run is over.
-    "summary": what there is to tell of it.
+    cannot be. "begin": not all learners will come; begin with those that are there. "ended": this learner will not
+    come again. "server": this host has this shard. "placed": this learner is on this host. "lost": a server is lost
+    with its host, and `number` hosts are left. "say": something worth knowing. "failed": the run cannot go on, and
+    why. "finish": the run is over. "summary": what there is to tell of it.
     """
 
     what: str
@@ -174,6 +178,21 @@ class PeerConnection:
         return SILENCE_S if state_of(self.pid) in ("T", "t") else BUSY_S
 
 
+class Mirroring:
+    """The mirror, as the coordinator has it (`remote.mirror`)."""
+
+    def __init__(self) -> None:
+        self.one: PeerConnection | None = None
+        self.sent_to: PeerConnection | None = None  # it has the job at hand
+        self.fresh = False  # it has come, and was sent nothing
+        self.absent = True  # and it is known: the run does not wait for it
+        self.number = self.answered = 0  # jobs
+        self.updates = self.without = 0  # that are mirrored, and are not
+        self.sent_bytes = 0
+        self.waited_s = 0.0
+        self.stopped = Stopwatch()
+
+
 class CoordinatorProcess:
     """See the module's text."""
 
@@ -208,6 +227,7 @@ class CoordinatorProcess:
         self.ticked_s = self.checked_s = 0.0
         self.stalled = Stopwatch()
         self.failed = False
+        self.mirroring = Mirroring()
         self.left: set[int] = set()  # learners that have said goodbye
         self.ended: set[int] = set()  # and those that will not be started again
         self.missing_since_s: dict[SessionName, float] = {}
@@ -218,6 +238,7 @@ class CoordinatorProcess:
         try:
             self.journal = Journal(journal)
             if held is not None:
+                self.mirroring.absent = False  # its predecessor may have had one, which comes again
                 self._open_arena(*held)
                 self._recover()
                 self._start_inside()
@@ -378,7 +399,19 @@ class CoordinatorProcess:
         say(self.supervisor, "ready", text="coordinator")
         while not self._is_over():
             self.turn()
-        say(self.supervisor, "summary", text=self.recorder.close(self.machine))
+        say(self.supervisor, "summary", text=self._summary())
+
+    def _summary(self) -> str:
+        text, mirroring = self.recorder.close(self.machine), self.mirroring
+        if not self.options.mirrors:
+            return text
+        told = {
+            "updates": mirroring.updates,
+            "without": mirroring.without,
+            "waited_s": mirroring.waited_s,
+            "bytes": mirroring.sent_bytes,
+        }
+        return json.dumps({**json.loads(text), "mirror": told})
 
     def turn(self) -> None:
         """Wait until somebody has something to say. One message of each is taken: nobody waits for a busy one."""
@@ -389,6 +422,8 @@ class CoordinatorProcess:
             self._handle(WakeDue())
         if time.monotonic() - self.checked_s >= LIVENESS_S:
             self._check_liveness()
+        if self.mirroring.fresh and self.machine is not None and self.machine.seeded:  # it has nothing yet
+            self._mirror_update(self.machine, time.monotonic() - self.options.start_s, is_new=False)
 
     def _watch(self, one: socket.socket, hear: Callable[[], None]) -> None:
         if one.fileno() not in self.watched:
@@ -535,7 +570,7 @@ class CoordinatorProcess:
         if len(same) >= MOST_OF_ONE:
             raise OffbeatError(f"{said.role} {said.number} has {len(same)} connections already")
         if self.arena is None:
-            if said.role == "server":  # of another host, which was there before any learner: it tries again
+            if said.role != "learner":  # of another host, which was there before any learner: it tries again
                 self._turn_away(one)
                 return
             if said.table is None:
@@ -564,9 +599,92 @@ class CoordinatorProcess:
 
     def _add(self, connection: PeerConnection) -> None:
         """From now on it is heard."""
+        if connection.role == "mirror":
+            if self.mirroring.one is not None:
+                self._lose_mirror()
+            self.mirroring.one, self.mirroring.fresh = connection, True
+            self._watch(connection.socket, self._hear_mirror)
+            return
         self.connections.append(connection)
         self.connections_of[connection.role, connection.number].append(connection)
         self._watch(connection.socket, lambda: self._receive(connection))
+
+    # --- the mirror -------------------------------------------------------------------------------------------------
+
+    def _mirror_update(self, machine: Coordinator, at_s: float, *, is_new: bool = True) -> None:
+        """Until the mirror has what was committed last: nobody is heard or answered meanwhile, but who connects."""
+        mirroring, group = self.mirroring, machine.grants.commit_groups[0]
+        if machine.pauses.over:  # its last checkpoint is written, and hosts leave
+            mirroring.fresh = False
+            return
+        began_s = time.monotonic()
+        if mirroring.one is None and mirroring.absent:
+            mirroring.without += 1
+            return
+        mirroring.fresh = False
+        self.recorder.flush()  # whoever judges a run by its log finds each update there that was acknowledged
+        facts = machine.resume_state() | {"epoch_end": False, "halt": False}
+        facts["seconds"] = at_s - machine.begun_s - machine.pauses.paused_s
+        missing_s = Stopwatch()
+        while True:
+            if mirroring.one is not None and mirroring.sent_to is not mirroring.one:
+                mirroring.number += 1
+                job = MirrorJob(mirroring.number, group.version, group.buffer, json.dumps(facts))
+                mirroring.sent_to, mirroring.fresh = mirroring.one, False
+                assert self.arena is not None
+                mirroring.sent_bytes += sum(vector.nbytes for vector in vectors_of(self.arena, job).values())
+                try:
+                    mirroring.one.socket.send(encode_job(job))
+                except OSError:
+                    self._lose_mirror()
+                except OffbeatError as error:
+                    self._fail(str(error))
+                    return
+            if mirroring.one is not None and mirroring.answered == mirroring.number:
+                break
+            if missing_s.seconds(mirroring.one is None) > MIRROR_WAIT_S:
+                mirroring.absent = True
+                mirroring.without += is_new
+                self._tell("the mirror is lost: updates are not mirrored until another successor is there")
+                break
+            self._wait_for_newcomers(mirroring)
+        if mirroring.one is not None and mirroring.absent:
+            mirroring.absent = False
+            self._tell(f"version {group.version} is mirrored, and each one after it before it is acknowledged")
+        mirroring.sent_to = None
+        mirroring.updates += is_new and not mirroring.absent
+        mirroring.waited_s += time.monotonic() - began_s
+
+    def _wait_for_newcomers(self, mirroring: Mirroring) -> None:
+        """For the mirror's answer too; one that is stopped is lost."""
+        one = mirroring.one
+        if one is not None and mirroring.stopped.seconds(state_of(one.pid) in ("T", "t")) > SILENCE_S:
+            self._lose_mirror()
+        waited = select.poll()
+        for file in (self.listener, *self.newcomers, *(() if one is None else (one.socket,))):
+            waited.register(file, select.POLLIN)
+        for number, _ in waited.poll(1000 * LIVENESS_S):
+            if number in self.watched:
+                self.watched[number]()
+
+    def _hear_mirror(self) -> None:
+        assert self.mirroring.one is not None
+        try:
+            data = self.inbox.receive(self.mirroring.one.socket)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data:
+            self.mirroring.answered = int.from_bytes(data, "little")
+        else:
+            self._lose_mirror()
+
+    def _lose_mirror(self) -> None:
+        assert self.mirroring.one is not None
+        self._unwatch(self.mirroring.one.socket)
+        self.mirroring.one.socket.close()
+        self.mirroring.one = self.mirroring.sent_to = None
 
     def _receive(self, connection: PeerConnection) -> None:
         """One message that it has said."""
@@ -656,6 +774,8 @@ class CoordinatorProcess:
         except Exception as error:  # half of it may be done: all is brought back as it was before
             self._undo(f"{type(message).__name__}: {type(error).__name__}: {error}", sender)
             return
+        if self.options.mirrors and any(isinstance(answer, Committed) for answer in answers):
+            self._mirror_update(machine, at_s)
         self._note(message)
         self._keep(encode(message) if data is None else data, at_s)
         for answer in answers:

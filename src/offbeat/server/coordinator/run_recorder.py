@@ -70,8 +70,8 @@ class RecorderState(msgspec.Struct, kw_only=True):
 
 
 _PLAIN = (
-    "compute_s", "wait_s", "minibatches", "fetches", "refused", "first_s", "last_s", "stops", "reclaimed_before_s",
-    "paused_before_s", "saved_bytes", "told_bytes", "_version", "_update_began_s",
+    "compute_s", "wait_s", "minibatches", "pushed", "fetches", "refused", "first_s", "last_s", "stops",
+    "reclaimed_before_s", "paused_before_s", "saved_bytes", "told_bytes", "_version", "_update_began_s",
 )  # fmt: skip
 
 
@@ -93,6 +93,7 @@ class RunRecorder:
         self.compute_s = [0.0] * learners
         self.wait_s = [0.0] * learners
         self.minibatches = [0] * learners
+        self.pushed = [0] * learners  # also those whose times are not known
         self.stopped: list[tuple[int, float]] = []  # learner, and seconds that it had computed: the last ones
         self.stops = 0  # in all
         self.reclaimed_before_s = 0.0  # by those that are not in `stopped` any more
@@ -120,6 +121,14 @@ class RunRecorder:
         except OSError as error:
             if not after:
                 raise RequestError(f"cannot write the run log {path}: {error.strerror}") from None
+            self._lose_log(error)
+
+    def flush(self) -> None:
+        """What was decided is in the log's file."""
+        try:
+            if self._writer is not None:
+                self._writer.position()
+        except OSError as error:
             self._lose_log(error)
 
     def state(self) -> RecorderState:
@@ -173,6 +182,7 @@ class RunRecorder:
             for kept in (self._seen, self._ended_s, self._begins_after):
                 kept.pop((learner, message.incarnation - INCARNATIONS_KEPT), None)
         self._seen[session] = message.seq
+        self.pushed[learner] += isinstance(message, Push)
         if isinstance(message, Push) and message.sent_bytes:
             self.saved_bytes += max(0, self.push_bytes - message.sent_bytes)
             self.told_bytes += message.received_bytes
@@ -300,6 +310,9 @@ class RunRecorder:
             "wait_s": self.wait_s,
             "wait_share": sum(self.wait_s) / max(sum(self.compute_s) + sum(self.wait_s), 1e-9),
             "minibatches": self.minibatches,
+            "pushed": self.pushed,
+            "push_bytes": self.push_bytes,
+            "fetch_bytes": self.fetch_bytes,
             "sent_bytes": max(0, counts["received"] * self.push_bytes - self.saved_bytes),
             "received_bytes": self.told_bytes or self.fetches * self.fetch_bytes,
             "unfinished": len(machine.in_updates()),

@@ -1,8 +1,9 @@
 """Copies of a run's newest checkpoint on hosts that can continue the run, and the sign that the run's host is there.
 
     the run's host:  serve_copies   sends the newest checkpoint when there is a new one, and a sign of life in between
+                     say_anew       to a host that follows the run before this one, at the same place
     another host:    follow_run     keeps the copy in a folder that `offbeat train --resume` takes; returns when the
-                                    run's host is lost
+                                    run's host is lost, or has begun the run anew
 
 Laws: a copy gets its name when all of its files are on disk, and an older one goes after that; what it holds is checked
 when it is loaded. A host is lost when it has not been heard of, by connections that are tried again and again, for
@@ -36,6 +37,8 @@ MOST_LIST_BYTES = 1 << 20
 _SIZE_BYTES = 4
 _WHOLE = re.compile(r"update-[0-9]{8,18}")
 _UNDER_WAY = ".copy"
+_ANEW_BYTES = b"\xff" * _SIZE_BYTES
+ANEW, LOST = 3, 0  # what `follow_run` returns
 
 
 class CopiedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,6 +75,10 @@ def serve_copies(one: AnyConnection, folder: Path | None) -> None:
         time.sleep(BEAT_S)
 
 
+def say_anew(one: AnyConnection) -> None:
+    send_all(one, [_ANEW_BYTES])
+
+
 def _send(one: AnyConnection, run: RunDir, name: str) -> None:
     with contextlib.ExitStack() as opened:
         paths = sorted((run.checkpoints / name).iterdir())
@@ -97,28 +104,51 @@ def newest_copy(folder: Path) -> str:
 # --- another host -----------------------------------------------------------------------------------------------------
 
 
-def follow_run(place: Place, key: RunKey | None, folder: Path | None) -> None:
-    """Keep a copy of the newest checkpoint in `folder`, if there is one; returns when the run's host is lost."""
-    heard_s = time.monotonic()
-    while time.monotonic() - heard_s < LOST_S:
+class _AnewError(Exception):
+    """Another run is at this place."""
+
+
+class LastSign:
+    """When the run was heard of last."""
+
+    def __init__(self) -> None:
+        self.at_s = time.monotonic()
+
+
+def follow_run(place: Place, key: RunKey | None, folder: Path | None, run: bytes, heard: LastSign | None = None) -> int:
+    """Keep a copy of the newest checkpoint in `folder`, if there is one.
+
+    Returns `LOST` when the run's host is lost, and `ANEW` when the run of this name has ended, and another is at its
+    place.
+    """
+    try:
+        _follow(place, key, folder, run, heard or LastSign())
+    except _AnewError:
+        return ANEW
+    return LOST
+
+
+def _follow(place: Place, key: RunKey | None, folder: Path | None, run: bytes, heard: LastSign) -> None:
+    while time.monotonic() - heard.at_s < LOST_S:
         with contextlib.suppress(PeerError, ClosedError, OSError):
-            host, session = secrets.token_bytes(16), secrets.token_bytes(16)
-            greeting = Greeting(Channel.FOLLOW, int(folder is not None), host, session)
+            greeting = Greeting(Channel.FOLLOW, int(folder is not None), secrets.token_bytes(16), run)
             one = dial(place, key, greeting.pack(), LOST_S / 3)
             with raw_of(one):
                 raw_of(one).settimeout(LOST_S)
                 while True:
                     copy = _receive_list(one)
-                    heard_s = time.monotonic()
+                    heard.at_s = time.monotonic()
                     if copy is not None:
                         _receive_files(one, copy, folder)
-                        heard_s = time.monotonic()
+                        heard.at_s = time.monotonic()
         time.sleep(BEAT_S)
 
 
 def _receive_list(one: AnyConnection) -> CheckpointCopy | None:
     room = memoryview(bytearray(MOST_LIST_BYTES))
     receive_all(one, room[:_SIZE_BYTES])
+    if room[:_SIZE_BYTES] == _ANEW_BYTES:
+        raise _AnewError
     size = int.from_bytes(room[:_SIZE_BYTES], "little")
     if size > MOST_LIST_BYTES:
         raise PeerError(f"a list of {size} bytes exceeds the limit of {MOST_LIST_BYTES}")

@@ -54,6 +54,7 @@ class Channel(IntEnum):
     SERVERS = 7  # a learner asks where the servers are; `spread_arena`
     SHARD_UP = 8  # learner -> the host of a shard: gradients, and questions whether they are there
     SHARD_DOWN = 9  # the same, for requests to read; each is answered on the same connection
+    MIRROR = 10  # a host that keeps a copy of the servers' state; `mirror`
 
 
 LEARNER_CHANNELS = (Channel.UP_CONTROL, Channel.UP_DATA, Channel.DOWN_CONTROL, Channel.DOWN_DATA)
@@ -119,6 +120,7 @@ ALLOWED = {
     Channel.SERVER: frozenset((Kind.MESSAGE,)),
     Channel.SHARD_UP: frozenset((Kind.WRITE, Kind.TAKE, Kind.FLUSH)),
     Channel.SHARD_DOWN: frozenset((Kind.READ, Kind.DATA)),
+    Channel.MIRROR: frozenset((Kind.MESSAGE, Kind.DATA, Kind.FLUSH, Kind.BEAT)),
 }
 
 
@@ -171,10 +173,14 @@ def unpack_words(data: bytes | memoryview) -> Words:
 
 
 class Greeting(NamedTuple):
-    """What whoever connects says first: what the connection is for, of which learner, for which host and session."""
+    """What whoever connects says first: what the connection is for, of which learner, for which host and session.
+
+    `learner` is its number; to ENTER how many there are, to FOLLOW 1 if checkpoints are wanted, to SERVER the host's
+    port, to MIRROR which of the successors the host is. To FOLLOW, SERVER and MIRROR `session` is the run's name.
+    """
 
     channel: Channel
-    learner: int  # its number; to ENTER: how many; to FOLLOW: 1 if checkpoints are wanted; to SERVER: the host's port
+    learner: int
     host: bytes  # 16 bytes that name the process that asked for places
     session: bytes  # 16 bytes that the four connections of a learner have in common
 

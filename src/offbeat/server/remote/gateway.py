@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import math
 import os
 import secrets
 import socket
@@ -33,7 +34,7 @@ from offbeat.network.streams import ClosedError
 from offbeat.processes.child import ChildProcess, fork
 from offbeat.processes.ssh_hosts import HostProgram
 from offbeat.server import handshake
-from offbeat.server.remote.checkpoint_copies import serve_copies
+from offbeat.server.remote.checkpoint_copies import say_anew, serve_copies
 from offbeat.server.remote.frames import (
     GREETING_BYTES,
     LEARNER_CHANNELS,
@@ -46,6 +47,7 @@ from offbeat.server.remote.frames import (
     Kind,
     unpack_greeting,
 )
+from offbeat.server.remote.mirror import serve_mirror
 from offbeat.server.remote.road_process import RoadOptions, RoadProcess
 from offbeat.server.remote.server_host import serve_road
 from offbeat.server.remote.server_places import ServerPlace, ServerPlaces
@@ -75,6 +77,8 @@ class RemotePlan:
     files: Mapping[int, bytes] = field(default_factory=dict)  # what a learner had when the run was saved
     hand_in: Callable[[int, int, bytes], None] = lambda pause, learner, part: None
     programs: Sequence[HostProgram] = ()  # that bring them, and are started with the run
+    mirrors: bool = False  # one of the hosts that join keeps a copy of the servers' state
+    may_fail: bool = False  # then the run does without those, also at the start
     folder: Path | None = None  # of the run, whose checkpoints other hosts may have
     data_listener: socket.socket | None = None  # where the first shard's bytes are served; None: not spread
 
@@ -98,7 +102,8 @@ class GatewayServers:
     places: ServerPlaces
     token_of: Callable[[int], str]  # with which the server of a shard comes to the coordinator
     note: Callable[[int, ServerPlace], None]  # for the gateway that may come after this one
-    fail: Callable[[str], None]  # the run cannot go on
+    lost: Callable[[str, int], None]  # one of them, in words; and how many hosts are left for servers, with this one
+    come_by_s: float = math.inf  # after that, one that has not come is lost too
 
 
 class Entered(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="entered"):
@@ -114,6 +119,7 @@ class Entered(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ente
     told: bytes = b""
     sizes: tuple[int, ...] = ()  # of the files
     spread: bool = False  # each host offers a server too
+    run: bytes = b""  # its name: one that begins anew, at the same place, has another
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -161,6 +167,10 @@ class Places:
         self._busy.discard(number)
         self._until_s[number] = now_s + KEPT_S
 
+    def hosts(self) -> set[bytes]:
+        """Those with a learner that is connected."""
+        return {self._host[number] for number in self._busy}
+
 
 class Gateway:
     """See the module's text."""
@@ -177,7 +187,14 @@ class Gateway:
         supervisor: socket.socket,
         tell: Callable[[str], None],
         servers: GatewayServers | None = None,
+        run: bytes = b"",
+        mirror_token: str = "",
+        placed: Callable[[int, str], None] = lambda learner, address: None,
     ) -> None:
+        self._placed = placed
+        self.run = run
+        self._mirror_token = mirror_token
+        self._mirror: tuple[int, ChildProcess] | None = None  # which of the successors, and its road
         self.plan, self.coordinator, self.token = plan, coordinator, token
         self.learners, self.line, self.seed, self.tell = learners, line, seed, tell
         self._supervisor = supervisor
@@ -220,7 +237,11 @@ class Gateway:
             return
         if greeting.channel is Channel.FOLLOW:
             folder = self.plan.folder if greeting.learner else None
-            self._answer(guest, lambda: serve_copies(guest.connection, folder))
+            known = greeting.session == self.run
+            self._answer(guest, lambda: serve_copies(guest.connection, folder) if known else say_anew(guest.connection))
+            return
+        if greeting.channel is Channel.MIRROR and self.plan.mirrors and greeting.session == self.run:
+            self._start_mirror_road(guest, greeting)
             return
         if greeting.channel is Channel.SERVERS and self._servers is not None:
             places = self._servers.places
@@ -269,6 +290,7 @@ class Gateway:
             told=self.plan.told if places else b"",
             sizes=tuple(map(len, files)),
             spread=self._servers is not None,
+            run=self.run,
         )
 
         def send() -> None:
@@ -307,12 +329,14 @@ class Gateway:
                 self._roads[number].kill()
                 self._reap(number, now_s)
                 self._places.admit(number, greeting.host, now_s)
+            self._placed(number, address)
             options = RoadOptions(
                 learner=number,
                 coordinator=self.coordinator,
                 token=self.token,
                 hand_in=self.plan.hand_in,
                 tell=self.tell,
+                run=self.run.hex(),
             )
             keep = {raw_of(one).fileno() for one in connections.values()} | {self._supervisor.fileno()}
             self._roads[number] = fork(
@@ -324,13 +348,35 @@ class Gateway:
         for one in connections.values():
             raw_of(one).close()
 
+    # --- the mirror -------------------------------------------------------------------------------------------------
+
+    def _start_mirror_road(self, guest: Guest, greeting: Greeting) -> None:
+        """The mirror is the first of the successors that is there: it is the one that goes on without this host."""
+        if self._mirror is not None and not _has_ended(self._mirror[1]) and self._mirror[0] < greeting.learner:
+            raw_of(guest.connection).close()
+            return
+        if self._mirror is not None:
+            self._mirror[1].kill()
+            self._mirror[1].wait()
+        number, token = greeting.learner, self._mirror_token
+        keep = {raw_of(guest.connection).fileno(), self._supervisor.fileno()}
+        child = fork(
+            f"road of the mirror ({guest.address})",
+            lambda: serve_mirror(self.coordinator, token, guest.connection),
+            keep=keep,
+            captured=False,
+        )
+        self._mirror = number, child
+        raw_of(guest.connection).close()
+        self.tell(f"the mirror is on {guest.address}")
+
     # --- servers on other hosts -------------------------------------------------------------------------------------
 
     def _start_server_road(self, servers: GatewayServers, guest: Guest, greeting: Greeting, now_s: float) -> None:
         place = ServerPlace(greeting.host, guest.address, greeting.learner)
-        shard = servers.places.offer(place)
+        shard = servers.places.offer(place) if greeting.session == self.run else None
         if shard is None:
-            refused = handshake.encode_accept(handshake.Accept(refused="all servers have a host"))
+            refused = handshake.encode_accept(handshake.Accept(refused="the run has no use for this server"))
             header = Header(Kind.MESSAGE, size=len(refused))
             self._answer(guest, lambda: send_all(guest.connection, [header.pack(), refused]))
             return
@@ -338,6 +384,8 @@ class Gateway:
             before = self._server_roads.pop(shard)
             before.kill()
             before.wait()
+        else:
+            self.tell(f"server {shard} is on {guest.address}")
         servers.note(shard, place)
         keep = {raw_of(guest.connection).fileno(), self._supervisor.fileno()}
         self._server_roads[shard] = fork(
@@ -353,13 +401,9 @@ class Gateway:
             if _has_ended(child):
                 self._server_roads.pop(shard).wait()
                 servers.places.left(shard, now_s)
-        lost = servers.places.lost(now_s)
+        lost = servers.places.lost(now_s, servers.come_by_s)
         if lost is not None:
-            where = servers.places.place_of(lost).address
-            servers.fail(
-                f"server {lost} on {where} is lost, and its part of the parameters with it; continue from the newest "
-                "checkpoint with --resume"
-            )
+            servers.lost(servers.places.told(lost), 1 + len(servers.places.hosts() | self._places.hosts()))
 
     def _reap(self, number: int, now_s: float) -> None:
         self._roads.pop(number).wait()

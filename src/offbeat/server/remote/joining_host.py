@@ -47,6 +47,7 @@ class _HostLauncher(Launcher):
             own = Place(address_towards(joined.place.address), 0)
             self.server = ServerHost(
                 run=joined.place,
+                run_name=joined.entered.run,
                 key=keys.key_of(),
                 host=joined.host,
                 descriptor=memory.new_file(),
@@ -100,7 +101,7 @@ class _HostLauncher(Launcher):
         entered = self._joined.entered
         return {
             "OFFBEAT_ADDRESS": f"{SCHEME}{format_place(self._joined.place)}",
-            "OFFBEAT_TOKEN": self._joined.host.hex(),
+            "OFFBEAT_TOKEN": self._joined.host.hex() + entered.run.hex(),
             "OFFBEAT_SYNC": entered.line,
             "OFFBEAT_LEARNER": str(entered.places[learner]),
             "OFFBEAT_LEARNERS": str(entered.learners),

@@ -50,6 +50,7 @@ from offbeat.server.wire import MOST_BYTES, Paused, Push, Seeded, Welcome, WireE
 SCHEME = "tcp://"
 GATEWAY = "OFFBEAT_GATEWAY"  # where a learner on the host of the run finds out where its servers are
 BEAT_S = 0.2
+HOST_LETTERS = 32  # of the token of a learner on another host: the name of its host; then that of the run
 ANSWER_S = 15.0  # for the road process to say whether the learner is in; after that it tries again
 _DRAIN_S = 1.0  # at the end, for what was not sent yet
 AFTER_DATA = Push | Seeded | Paused
@@ -227,10 +228,10 @@ def _room(size_bytes: int) -> memoryview:
 
 
 class RemoteRoad:
-    """A run on another host. `host` names this one's places there (`remote.gateway`)."""
+    """A run on another host. `host` names this one's places there (`remote.gateway`); `run` is its name."""
 
-    def __init__(self, place: Place, key: RunKey | None, learner: int, host: bytes) -> None:
-        self._place, self._key, self._learner, self._host = place, key, learner, host
+    def __init__(self, place: Place, key: RunKey | None, learner: int, host: bytes, run: str = "") -> None:
+        self._place, self._key, self._learner, self._host, self._run = place, key, learner, host, run
         self._link: Link | None = None
         self._arena: RemoteArena | None = None
         self._accepted: handshake.Accept | None = None
@@ -256,7 +257,7 @@ class RemoteRoad:
             for channel in LEARNER_CHANNELS:
                 greeting = Greeting(channel, self._learner, self._host, session).pack()
                 opened[channel] = dial(self._place, self._key, greeting, max(0.1, end_s - time.monotonic()))
-            data = handshake.encode_handshake(structs.replace(own, token=""))
+            data = handshake.encode_handshake(structs.replace(own, token=self._run))
             header = Header(Kind.MESSAGE, size=len(data))
             send_all(opened[Channel.UP_CONTROL], [header.pack(), data])
             asked_s = time.monotonic()
@@ -333,4 +334,4 @@ def road_to(listener: str, token: str, learner: int) -> handshake.Road:
         return LocalRoad(listener, learner)
     place, key = parse_place(listener.removeprefix(SCHEME), "the run's address"), keys.key_of()
     check_trust(place, key, is_open=keys.is_open(), what="the run's address")
-    return RemoteRoad(place, key, learner, bytes.fromhex(token))
+    return RemoteRoad(place, key, learner, bytes.fromhex(token[:HOST_LETTERS]), token[HOST_LETTERS:])

@@ -30,7 +30,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from offbeat.errors import OffbeatError
+from offbeat.errors import OffbeatError, PeerError
 from offbeat.network.connections import AnyConnection
 from offbeat.network.port import receive_all, send_all
 from offbeat.network.streams import ClosedError
@@ -106,6 +106,7 @@ class RoadOptions:
     token: str
     hand_in: Callable[[int, int, bytes], None]  # pause, learner, what it hands in
     tell: Callable[[str], None]
+    run: str = ""  # its name: a learner of the run before, at the same place, is refused
 
 
 class _ReadJob(NamedTuple):
@@ -170,6 +171,8 @@ class RoadProcess:
             said = handshake.decode_handshake(bytes(payload))
             if header.kind is not Kind.MESSAGE or said.role != "learner" or said.number != self.options.learner:
                 raise FrameError("a handshake of another learner")
+            if said.token not in ("", self.options.run):
+                raise PeerError("the run has begun anew since this learner joined it")
             self._handshake = structs.replace(said, token=self.options.token)
             self.coordinator, accepted, self.arena = self._connect(RECONNECT_S, CONNECT_S)
         except OffbeatError as error:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import select
 import socket
 import threading
@@ -43,6 +42,7 @@ MEMORY = "OFFBEAT_HOST_MEMORY"  # of a learner: the name of its host, and where 
 GENERATION = 1
 SIZED_S = 60.0  # for the server of this host to be told how large the model is
 _GONE_S = 1.0  # where nobody listens
+_NO_SERVER_BYTES = 1  # the size of the memory where the run has no use for a server of this host
 _DIAL_S = 5.0
 _AGAIN_S = 0.1
 _CONNECT_S = 600.0  # for a coordinator that goes through its journal, or waits for the first model
@@ -113,6 +113,7 @@ class ServerHost:
     """A server that this host offers to a run. `descriptor` is an empty file in memory, which outlives the process."""
 
     run: Place
+    run_name: bytes  # another run at that place has no use for this server, which has another's weights
     key: RunKey | None
     host: bytes
     descriptor: int
@@ -141,6 +142,8 @@ class ServerHost:
                 shard, data = there.receive()
                 accept = handshake.decode_accept(data)
                 if accept.refused:
+                    if machine is None and not os.fstat(self.descriptor).st_size:
+                        os.ftruncate(self.descriptor, _NO_SERVER_BYTES)
                     return 0
                 if machine is None:
                     machine = self._start(shard, accept)
@@ -155,9 +158,7 @@ class ServerHost:
 
     def _dial(self) -> AnyConnection:
         port = self.listener.getsockname()[1]
-        return dial(
-            self.run, self.key, Greeting(Channel.SERVER, port, self.host, secrets.token_bytes(16)).pack(), _DIAL_S
-        )
+        return dial(self.run, self.key, Greeting(Channel.SERVER, port, self.host, self.run_name).pack(), _DIAL_S)
 
     def _start(self, shard: int, accept: handshake.Accept) -> Shard:
         """The memory, made here or by the process before, and the thread that serves its bytes."""
@@ -183,7 +184,10 @@ def memory_here(table: ParameterLayout, setting: RunSetting) -> tuple[bytes, Are
     size_bytes = ArenaLayout(table, setting).size_bytes
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     end_s = time.monotonic() + SIZED_S
-    while os.fstat(descriptor).st_size < size_bytes:
+    while (size := os.fstat(descriptor).st_size) < size_bytes:
+        if size == _NO_SERVER_BYTES:
+            os.close(descriptor)
+            return None
         if time.monotonic() > end_s:
             os.close(descriptor)
             raise PeerError(f"the server of this host was not ready within {SIZED_S:g} s")

@@ -2,14 +2,16 @@
 
 The first shard is on the host of the run. Each other host that offers a server is given one of the others, as long as
 some are left, and keeps it for the whole run: the shard's memory is there. A shard whose host was not heard of for
-`LOST_S` is lost, and the run with it.
+`LOST_S` is lost: the run begins anew, from its newest checkpoint, on the hosts that are left (`train.continued_run`).
 """
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from itertools import chain
 
 import msgspec
 
@@ -68,16 +70,25 @@ class ServerPlaces:
         """It is not connected any more."""
         self._away_since_s[shard] = now_s
 
-    def lost(self, now_s: float) -> int | None:
-        """A shard that does not come back."""
-        return next((shard for shard, since_s in self._away_since_s.items() if now_s - since_s > LOST_S), None)
+    def lost(self, now_s: float, come_by_s: float = math.inf) -> int | None:
+        """A shard that does not come back; after `come_by_s` also one that nobody has come for."""
+        away = (shard for shard, since_s in self._away_since_s.items() if now_s - since_s > LOST_S)
+        missing = (shard for shard in self._shards if shard not in self._places and now_s > come_by_s)
+        return next(chain(away, missing), None)
+
+    def hosts(self) -> set[bytes]:
+        """Other hosts that have a shard and are connected."""
+        return {place.host for shard, place in self._places.items() if shard and shard not in self._away_since_s}
 
     @property
     def missing(self) -> int:
         return len(self._shards) - len(self._places)
 
-    def place_of(self, shard: int) -> ServerPlace:
-        return self._places[shard]
+    def told(self, shard: int) -> str:
+        """Why a shard is lost, in words."""
+        if shard in self._places:
+            return f"server {shard} on {self._places[shard].address} is lost"
+        return f"no host has come for server {shard}"
 
     def answer(self) -> bytes:
         """To a learner that asks."""
