@@ -262,6 +262,7 @@ class ConnectionState:
         absent: tuple[int, ...] = (),
         began_s: float = 0.0,
         ended_s: float = 0.0,
+        delay: int | None = None,
     ) -> list[Message]:
         """The minibatch is done, and its gradient is in the slot."""
         told = self.version if version is None else version
@@ -278,6 +279,7 @@ class ConnectionState:
             absent,
             began_s,
             ended_s,
+            delay,
         )
         return self._say_answer(answer)
 
@@ -457,6 +459,11 @@ class Connection:
                 if time.monotonic() > end:
                     raise PeerError(f"waited {timeout_s:g} s for {what}")
                 self._await_news()
+
+    def read_pending(self) -> ConnectionState:
+        """The state after all that has come, without waiting for more."""
+        self._read_beside()
+        return self.state
 
     def _pause(self, pause: EnterPause) -> None:
         """Stand still until the pause ends. `on_pause` runs without the lock: the other threads go on."""

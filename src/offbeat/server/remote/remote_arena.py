@@ -148,6 +148,10 @@ class RemoteArena(Arena):
             buffer = self._ended.get((incarnation, pin), GO_BUFFER)
         return tuple((buffer, version) for _, version in pieces)
 
+    def is_here(self, pieces: Pieces, incarnation: int, pin: int) -> bool:
+        with self._changed:
+            return self._broken or (incarnation, pin) in self._ended
+
     def last(self) -> Pieces:
         self._read(Reading.LAST)
         return ((ASK_BUFFER, self.committed[0][0].get()),)
