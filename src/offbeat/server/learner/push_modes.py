@@ -337,7 +337,8 @@ class PushDelta(PushMode):
         with torch.no_grad():
             for index, (before, parameter) in enumerate(zip(self._before, self.tensors.trained, strict=True)):
                 self.arena.fill(self.state.slot, index, before - parameter)
-                before.copy_(parameter)
+                if self.rule.overlaps:
+                    before.copy_(parameter)
         delay, self._delay = self._delay, None
         pushed_as = self.state.incarnation
         self.push(computed, delay=delay)
