@@ -497,12 +497,14 @@ def test_who_leaves_a_view_sees_no_summary() -> None:
     assert told.lines() == before
 
 
-def test_rows_are_by_host_with_the_links_between_them_and_the_slow_one() -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["all-reduce", "hosts that have joined servers"])
+def test_rows_are_by_host_with_the_links_between_them_and_the_slow_one(late: bool) -> None:
     links = [{"source": "a", "target": "b", "bytes": 3_000_000, "share": 0.75}]
     slow = ["b receives at 7 MB/s, the others at 36 MB/s"]
-    begin = {**BEGIN, "learners": 3, "hosts": ["a", "b", "a"]}
+    hosts = ["a", "b", "a"]
+    begin = {**BEGIN, "learners": 3} | ({} if late else {"hosts": hosts})
     state = state_of(begin, *(progress(learner, 10) for learner in range(3)))
-    state.hear({**EVALUATED, "links": links, "slow_links": slow})
+    state.hear({**EVALUATED, "links": links, "slow_links": slow} | ({"learner_hosts": hosts} if late else {}))
     drawn = [to_text(line).plain for line in live_lines(state, 100, 40)]
     at = next(number for number, line in enumerate(drawn) if line.split()[:2] == ["host", "learner"])
     assert [line.split()[:2] for line in drawn[at + 1 : at + 4]] == [["a", "0"], ["a", "2"], ["b", "1"]]

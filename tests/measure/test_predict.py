@@ -21,6 +21,7 @@ from offbeat.simulate.compute import Draws, parse_law
 from offbeat.train.config import Config
 from offbeat.train.config_files import changed, override, read_recipe
 from predict.made_up import MADE_UP
+from predict.test_network_calibration import FREE
 
 DIGITS = 1438
 EVEN = replace(
@@ -61,10 +62,20 @@ def test_where_nobody_waits_learners_work_all_the_time(line: str) -> None:
 
 
 @pytest.mark.parametrize("line", ["full-sync", "k-sync:2", "k-batch-sync:2", "k-async:2", "adaptive-k:2", "local-sgd:4",
-                                  "downpour:push=2,fetch=2", "async:rate=drift:1", "halving-doubling"])  # fmt: skip
+                                  "local-sgd:4,overlap", "downpour:push=2,fetch=2", "async:rate=drift:1",
+                                  "halving-doubling"])  # fmt: skip
 def test_every_kind_of_strategy_is_predicted(line: str) -> None:
     found = predict(EVEN, config(line, 4), DIGITS)
     assert found.updates > 8 and 0.001 < found.seconds_per_update < 0.1
+
+
+@pytest.mark.parametrize(("line", "seconds"), [("full-sync", 0.24 + 0.006), ("local-sgd:30", 0.24 + 30 * 0.0031)])
+def test_a_training_on_hosts_is_predicted_with_their_links(line: str, seconds: float) -> None:
+    """4 MB over 100 MB/s: pushes of three learners share the link of the servers' host, and so do their weights."""
+    calibration = replace(EVEN, network=FREE)
+    found = predict(calibration, config(line, 4, batch_size=4), DIGITS, hosts=4)
+    assert found.seconds_per_update == pytest.approx(seconds, rel=0.05)
+    assert predict(calibration, config(line, 4, batch_size=4), DIGITS, hosts=4, spread=True).seconds < found.seconds
 
 
 def test_delays_are_of_the_same_law_and_not_the_runs_own() -> None:

@@ -69,24 +69,41 @@ class FakeLearner:
 
     def _stepped(self, work: Minibatch) -> float:
         """As the real one: local SGD pushes by how much it moved, Downpour the sum of its gradients."""
-        assert 0 < len(work.steps) <= self.rule.push_every
+        steps = work.computed
+        assert 0 < len(steps) <= self.rule.push_every
         assert self._last.get(work.learner, -1) < work.number, "a learner's pushes are computed in their order"
         self._last[work.learner] = work.number
-        if work.steps[0].fetched < 0:
+        if self.rule.overlaps:
+            self._check_delay(work)
+        elif work.steps[0].fetched < 0:
             assert self._own[work.learner][1] == work.version, "its version is that of the oldest weights in it"
         else:
             assert work.steps[0].fetched == work.version
         total = before = 0.0
+        at_push, made = self._own.get(work.learner, (0.0, -1))[0], 0
         for step in work.steps:
             if step.fetched >= 0:
-                self._own[work.learner] = self.weights[step.fetched], step.fetched
+                change = self._own[work.learner][0] - at_push if self.rule.overlaps and made else 0.0
+                self._own[work.learner] = self.weights[step.fetched] + change, step.fetched
                 before = self.weights[step.fetched]
+            if not step.batch:
+                continue
+            made += 1
             own, fetched = self._own[work.learner]
             gradient = self._gradient(own, step)
             total += gradient
             self._own[work.learner] = own - self.slope * gradient, fetched
         assert self._own[work.learner][1] == work.latest, "the newest weights in it are its latest"
         return (before - self._own[work.learner][0]) / self.slope if self.rule.delta else total
+
+    def _check_delay(self, work: Minibatch) -> None:
+        """New weights are taken once between two pushes, so many steps after the first as the rule lets them be."""
+        (taken,) = [at for at, step in enumerate(work.steps) if step.fetched >= 0]
+        least, most = self.rule.delays
+        steps = len(work.computed)
+        assert work.steps[taken].fetched == work.version
+        # Nothing was awaited by one that has just come, and at the end of an epoch all is taken at once.
+        assert taken == 0 or min(least, steps) <= taken <= most
 
     def _gradient(self, weights: float, step: Step) -> float:
         return weights + self.noise * noise_of(step.batch)

@@ -415,6 +415,43 @@ def test_local_sgd_is_the_mean_of_where_learners_went_with_their_own_momentum() 
         hand.load(1, mean)
 
 
+def test_overlapped_local_sgd_adds_its_change_since_the_push_to_the_new_weights() -> None:
+    found = arithmetic_of(small_task(96), sync="local-sgd:2,overlap", train={**PLAIN, "stale_momentum": "kept"})
+    hand = ByHand(found, momentum=0.9)
+    first = [of_steps(1 + one, one, 0, (0, 8 * one), (-1, 8 * one + 4)) for one in (0, 1)]
+    second = [  # the first takes version 1 after one step, the second after two, just before its push
+        of_steps(3, 0, 1, (-1, 16), (1, 20)),
+        Minibatch(4, 1, 1, (*of_steps(4, 1, 1, (-1, 24), (-1, 28)).steps, Step(1, ()))),
+    ]
+    found.compute(first)
+    found.apply(update_of(1, *first))
+    for learner in (0, 1):
+        hand.step(learner, 8 * learner)
+        hand.step(learner, 8 * learner + 4)
+    pushed = [flat(model).clone() for model in hand.models]
+    mean = sum(pushed) / 2
+    hand.step(0, 16)
+    hand.load(0, mean + flat(hand.models[0]) - pushed[0])
+    hand.step(0, 20)
+    hand.step(1, 24)
+    hand.step(1, 28)
+    hand.load(1, mean + flat(hand.models[1]) - pushed[1])
+    found.compute(second)
+    found.apply(update_of(2, *second))
+    wanted = (flat(hand.models[0]) + flat(hand.models[1])) / 2
+    torch.testing.assert_close(found.replica.current, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_overlapped_local_sgd_without_anything_to_wait_for_has_the_bits_of_the_plain_form() -> None:
+    task, changes = small_task(96), {**PLAIN, "epochs": 2, "momentum": 0.9}
+    plain, overlapped, late = (
+        state(virtually(task, sync=line, learners=1, train=changes))
+        for line in (f"local-sgd:3{more},outer=nesterov" for more in ("", ",overlap", ",overlap,delay=2"))
+    )  # under outer=average one learner alone is where it is, however late it hears of it
+    assert all(torch.equal(plain[name], overlapped[name]) for name in plain)
+    assert distance(plain, late) > 1e-4
+
+
 def test_downpour_pushes_the_sum_of_its_gradients_and_fetches_in_between() -> None:
     found = arithmetic_of(small_task(96), sync="downpour:push=2,fetch=3", train={**PLAIN, "momentum": 0.0})
     hand = ByHand(found, momentum=0.0)

@@ -150,7 +150,8 @@ def test_simulate_compare_and_schedule_take_the_network(tmp_path: Path, capsys: 
         (("simulate", "ring", "--hosts", "2"), "--hosts needs --calibration"),
         (("schedule", "ring", "--hosts", "2"), "--hosts needs --calibration"),
         (("simulate", "ring", "--learners", "3", "--hosts", "2", "--calibration", "FILE"), "do not fill 2 hosts"),
-        (("simulate", "async", "--learners", "4", "--hosts", "2", "--calibration", "FILE"), "needs an all-reduce"),
+        (("simulate", "average-once", "--learners", "4", "--hosts", "2", "--calibration", "FILE"), "has no server"),
+        (("simulate", "async", "--place", "spread", "--calibration", "FILE"), "give --hosts H too"),
         (("bench", "predictions", "--lab", "4x1"), "needs --calibration"),
         (("bench", "predictions", "--lab", "2x1", "--calibration", "FILE"), "the network of 4 hosts"),
         (("bench", "predictions", "--sizes", "4MiB", "--calibration", "FILE"), "needs --lab"),
@@ -167,3 +168,27 @@ def test_requests_that_do_not_fit_are_refused_in_one_line(
     told = capsys.readouterr().err.strip()
     assert said in told
     assert len(told.splitlines()) == 1
+
+
+def test_a_parameter_server_on_hosts_takes_the_measured_links_and_a_slow_one_is_seen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """4 MB over 100 MB/s: 40 ms each way and learner; three learners share the link of the servers' host."""
+    found = machine_of(replace(MADE_UP, network=FREE), "full-sync", 4, hosts=4).cluster
+    assert found.wires is not None and found.wires.hosts is not None
+    assert (found.wires.hosts.learners, found.wires.hosts.servers) == ((0, 1, 2, 3), (0,))
+    slow = replace(FREE, sends=(100e6, 100e6, 100e6, 10e6), receives=(100e6, 100e6, 100e6, 10e6))
+    times = {}
+    for name, network in (("alike", FREE), ("slow", slow)):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(as_json(replace(MADE_UP, network=network))))
+        for place in ("first", "spread"):
+            words = ["--calibration", str(path), "--learners", "4", "--hosts", "4", "--place", place, "--json"]
+            assert main(["simulate", "full-sync", *words]) == 0
+            times[name, place] = json.loads(capsys.readouterr().out)["seconds_per_update"]
+    assert times["alike", "first"] == pytest.approx(0.24 + 0.02, abs=0.02)
+    assert times["alike", "spread"] == pytest.approx(0.06 + 0.02, abs=0.02)
+    assert times["slow", "first"] == pytest.approx(0.4 + 0.4 + 0.02, abs=0.05)
+    assert times["slow", "spread"] == pytest.approx(0.3 + 0.3 + 0.02, abs=0.05)
+    assert main(["compare", "full-sync", *words]) == 0
+    assert "limited by the links between hosts" in capsys.readouterr().out

@@ -36,7 +36,8 @@ WIDTHS = (1, 2, 7, 64, 1000)
 AHEAD = (
     "full-sync", "k-sync:4", "k-batch-sync:5", "async", "k-async:3", "k-batch-async:4", "softsync:2,rate=inverse",
     "softsync:6,rate=inverse-mean", "ssp:2", "stale-drop:3", "downpour:push=2,fetch=3", "downpour:push=3,fetch=2",
-    "downpour", "local-sgd:3", "local-sgd:1", "backup:2", "grace-sync:2,grace=0.3s", "deadline-sync:0.9s",
+    "downpour", "local-sgd:3", "local-sgd:1", "local-sgd:3,overlap", "local-sgd:1,overlap",
+    "local-sgd:4,overlap,delay=2", "backup:2", "grace-sync:2,grace=0.3s", "deadline-sync:0.9s",
 )  # fmt: skip
 LOCK_STEP = (
     "adaptive-k:1,window=4,improvement=0.1", "async:rate=drift:0.5", "k-sync:2,rate=drift:0.5",
@@ -83,7 +84,7 @@ def test_every_policy_is_tried_here() -> None:
 @pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=CLUSTERS)
 @pytest.mark.parametrize("strategy", AHEAD)
 def test_every_width_makes_the_updates_that_one_by_one_gives(strategy: str, cluster: Cluster) -> None:
-    many = MINIBATCHES if strategy != "local-sgd:3" else 3 * MINIBATCHES
+    many = MINIBATCHES * (5 if strategy.startswith(("local-sgd:3", "local-sgd:4")) else 1)
     timeline = Simulated(ServedTimeline(strategy, cluster, stream_for(cluster, minibatches=many)))
     oracle = one_by_one(timeline, fake_for(strategy, cluster))
     assert len(oracle.made) > KEEP_EVERY and len(set(oracle.path)) == len(oracle.path)

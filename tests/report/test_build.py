@@ -59,6 +59,15 @@ def test_a_slow_link_is_named_on_the_page_as_a_link(tmp_path: Path) -> None:
     assert not page_of(write_run(tmp_path / "b", config=config("ring", 4), metrics=[evaluation(4, 3.0, 0.5)])).notes
 
 
+def test_learners_of_a_parameter_server_are_grouped_by_the_host_that_they_were_on_last(tmp_path: Path) -> None:
+    hosts = [{"name": "a", "learners": 1, "sent_bytes": 500_000, "received_bytes": 2_000_000}, {"name": "b"}]
+    links = [{"source": "b", "target": "a", "bytes": 2_000_000, "share": 0.8}]
+    last = evaluation(4, 3.0, 0.5, learner_hosts=["a", "b"], hosts=hosts, links=links)
+    page = page_of(write_run(tmp_path / "run", config=config("async", 2), metrics=[last]))
+    assert [row[1:3] for row in table(page, "hosts").rows] == [("a", 1), ("b", None)]
+    assert table(page, "links").rows == (("run", "b", "a", 2.0, 0.8),)
+
+
 def test_a_price_or_an_energy_file_makes_the_section_of_energy(tmp_path: Path) -> None:
     run = any_run(tmp_path / "a")
     assert "energy" in [section.key for section in page_of(run, price=0.0).sections]

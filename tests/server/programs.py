@@ -215,6 +215,33 @@ def serve_training(
     return family(rank, ranks, store, body, **run)
 
 
+def serve_local_steps(rank: int, ranks: int, store: str, *, minibatches: int, at_once: bool, **run: Any) -> Any:
+    """Own data, so that the result does not depend on who is faster. `at_once`: no minibatch begins before its learner
+    has been answered. Each learner gives back the last weights and when its delays were."""
+
+    def body(learner: ServedLearner) -> Any:
+        model = model_of()
+        inner = optimizer_of("momentum", model)
+        learner.prepare(model, inner)
+        assert learner._connection is not None
+        for number in range(minibatches):
+            while at_once and not learner._connection.state.working and learner._connection.read_pending().go is None:
+                time.sleep(0.0005)
+            with learner.minibatch():
+                inner.zero_grad()
+                loss_of(model, local_batch(learner.number, number)).backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+                inner.step()
+        learner.finish()
+        return weights_of(model)
+
+    return family(rank, ranks, store, body, **run)
+
+
+def local_batch(learner: int, number: int) -> slice:
+    start = (learner * 40 + number * 4) % SAMPLES
+    return slice(start, start + 4)
+
+
 def serve_hammer(rank: int, ranks: int, store: str, *, items: int, pushes: int, **run: Any) -> Any:
     """All weights are alike in every version: a fetch that mixes two versions is seen at once."""
 

@@ -21,7 +21,9 @@ EVERY_POLICY = (
     "full-sync", "k-sync:2", "k-batch-sync:2", "async", "k-async:2", "k-batch-async:2", "softsync:1", "ssp:1",
     "stale-drop:1", "adaptive-k:1", "downpour:push=2,fetch=1", "local-sgd:2", "local-sgd:2,outer=nesterov",
     "async:rate=inverse", "k-async:2,rate=inverse-mean", "async:rate=drift:0.5", "async:rate=delay-compensated:0.1",
-    "local-sgd:2,codec=int4,down=bf16", "downpour:push=2,fetch=1,codec=top-k:0.1,down=bf16",
+    "local-sgd:2,codec=int4,down=bf16", "local-sgd:2,overlap",
+    "local-sgd:3,overlap,outer=nesterov,codec=int8,down=bf16",
+    "downpour:push=2,fetch=1,codec=top-k:0.1,down=bf16",
 )  # fmt: skip
 
 

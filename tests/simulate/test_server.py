@@ -42,6 +42,19 @@ def pareto_order(k: int, p: int, shape: float = 2.0) -> float:
     return math.exp(g(p + 1) + g(p - k + 1 - 1 / shape) - g(p - k + 1) - g(p + 1 - 1 / shape))
 
 
+def test_deltas_that_travel_beside_computing_take_no_time_of_their_own() -> None:
+    """H minibatches of 1 s, and 4 s for a delta and the weights: max(H, 4) each where all overlaps, H - d + 4 at a
+    delay of d, H + 4 in the plain form."""
+    wires = Wires(size_bytes=10, learner_bytes_per_s=5.0, server_bytes_per_s=1e9)
+    cluster = Cluster(learners=3, law=parse_law("constant:1"), wires=wires)
+    for h, line, seconds in (
+        (6, "", 10.0), (6, ",overlap", 6.0), (6, ",overlap,delay=5", 6.0), (6, ",overlap,delay=1", 9.0),
+        (2, ",overlap", 4.0),
+    ):  # fmt: skip
+        found = server.run(f"local-sgd:{h}{line}", cluster, updates=400)
+        assert found.seconds_per_update == pytest.approx(seconds, rel=0.01), line
+
+
 # --- waiting --------------------------------------------------------------------------------------------------
 
 

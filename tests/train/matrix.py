@@ -104,6 +104,7 @@ SPECIAL = (
     Row("downpour:push=2,fetch=2", 2, DISTBELIEF),
     Row("local-sgd:4", 3),
     Row("local-sgd:4,outer=nesterov", 3, DILOCO),
+    Row("local-sgd:4,overlap", 3),
     Row("async:rate=inverse", 3),
     Row("k-async:2,rate=inverse-mean", 3),
     Row("async:rate=drift:0.1", 3),

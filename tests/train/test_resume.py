@@ -141,7 +141,9 @@ def check_stopped(ended: Ended, folder: Path, what: int) -> None:
     assert left_files(folder) == []
 
 
-@pytest.mark.parametrize("sync", ["k-async:2", "downpour", "local-sgd:2"] if MATRIX else ["local-sgd:2"])
+@pytest.mark.parametrize(
+    "sync", ["k-async:2", "downpour", "local-sgd:2", "local-sgd:2,overlap"] if MATRIX else ["local-sgd:2,overlap"]
+)
 def test_strategies_that_promise_no_bits_stop_and_go_on_too(sync: str, tmp_path: Path) -> None:
     words = [*train_words(sync, LEARNERS, train__epochs=4), "--train.batch-size", "16", "--json"]
     blow = Blow(point="served", count=20, learner=1, what=signal.SIGTERM, whom="supervisor")

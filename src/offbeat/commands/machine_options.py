@@ -18,7 +18,7 @@ from offbeat.simulate.cluster import Cluster, check_memory
 from offbeat.simulate.compute import LAWS, Failures, SlowPeriods, parse_law
 from offbeat.simulate.fair_network import Background
 from offbeat.simulate.setup import Network
-from offbeat.spec import parse_count, parse_rate, parse_seconds, parse_size
+from offbeat.spec import choice, parse_count, parse_rate, parse_seconds, parse_size
 from offbeat.train.layout import layout_of
 
 if TYPE_CHECKING:
@@ -127,10 +127,16 @@ def _calibrated(given: argparse.Namespace, learners: int) -> Machines:
     from offbeat.predict.calibration import Delays, machine_of
 
     delays = Delays(given.compute, tuple(1 / speed for speed in speeds))
-    cluster = machine_of(given.calibration, "async", learners, delays=delays, seed=given.seed).cluster
-    if given.hosts > 1:
-        given.calibration.topology(learners, given.hosts)  # refuses what does not fit
-    return Machines(cluster=cluster, network=Network(), calibration=given.calibration, delays=delays, hosts=given.hosts)
+    spread = given.place == "spread"
+    if spread and given.hosts == 1:
+        raise RequestError("--place spread puts a server on each of several hosts: give --hosts H too")
+    hosts, calibration = given.hosts, given.calibration
+    machine = machine_of(
+        calibration, "async", learners, delays=delays, seed=given.seed, hosts=hosts, spread=spread
+    )  # it refuses what does not fit
+    return Machines(
+        cluster=machine.cluster, network=Network(), calibration=calibration, delays=delays, hosts=hosts, spread=spread
+    )
 
 
 def _network(text: str) -> tuple[float, float]:
@@ -202,6 +208,10 @@ MACHINE_OPTIONS = (
     option(
         "--hosts", read=parse_count, default=1, metavar="H",
         help="spread the learners evenly over H hosts of the network measured by offbeat calibrate --lab (default 1)",
+    ),
+    option(
+        "--place", read=choice("first", "spread"), default="first",
+        help="with --hosts: servers on the first host, or one on each (default first)",
     ),
     option("--seed", read=_seed, default=0, metavar="S", help="random seed (default 0)"),
     option(
@@ -278,4 +288,13 @@ MACHINE_OPTIONS = (
     ),
 )  # fmt: skip
 # The rest it has measured.
-_BESIDE_CALIBRATION = ("--learners", "--compute", "--calibration", "--hosts", "--seed", "--speeds", "--parallel")
+_BESIDE_CALIBRATION = (
+    "--learners",
+    "--compute",
+    "--calibration",
+    "--hosts",
+    "--place",
+    "--seed",
+    "--speeds",
+    "--parallel",
+)

@@ -124,6 +124,7 @@ class Progress:
                 self._hear_progress(record, now)
             case "evaluated":
                 self.evaluations.append(record)
+                self.hosts = record.get("learner_hosts") or self.hosts
                 self._reach(record.get("epoch") or 0)
             case "saved":
                 self.saved = record

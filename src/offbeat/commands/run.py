@@ -17,7 +17,7 @@ from offbeat.number_format import format_seconds, percent
 from offbeat.policies.damping import CORRECT, KEEP
 from offbeat.processes.launcher import Launcher, LaunchPlan, RankLauncher, check_processes, thread_environment
 from offbeat.processes.loading import loading
-from offbeat.runs.metrics import format_traffic
+from offbeat.runs.metrics import format_traffic, told_delays
 from offbeat.runs.untrusted import LARGEST_JSON
 from offbeat.spec import count_of, parse_count
 from offbeat.strategy import ALL_REDUCE, NATIVE, family_of
@@ -182,6 +182,7 @@ def _server_facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
         _updates(summary),
         ("pushes", f"{pushes['received']} received, {pushes['applied']} applied{lost}"),
         ("staleness", f"{summary['staleness_mean']:.3f} on average"),
+        *([("delay", told_delays(summary["delays"]))] if summary.get("delays") else []),
         *([("cancelled", cancelled)] if summary["cancelled"] else []),
         *([("skew", skew)] if len(summary["skew"]) > 1 else []),
         *([("learners", f"{percent(busy / whole)} computing, {percent(waits / whole)} waiting")] if whole else []),

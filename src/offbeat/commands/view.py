@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from offbeat.commands.base import print_line
 from offbeat.commands.progress import LearnerProgress, Progress, Record
 from offbeat.number_format import format_clock, format_joules, format_size, percent, whole_percent
-from offbeat.runs.metrics import format_accuracy, format_traffic, told_consensus
+from offbeat.runs.metrics import format_accuracy, format_traffic, told_consensus, told_delays
 from offbeat.runs.run_folder import resume_command
 from offbeat.spec import count_of
 
@@ -178,6 +178,7 @@ def _end_facts(end: Record, best: Record | None) -> list[tuple[str, list[str]]]:
         ("speed", _if_known("{} samples/s", _number, end.get("samples_per_s"))),
         ("waiting", _if_known("{} of the learners' time", whole_percent, wait_share)),
         ("staleness", _if_known("{} on average", "{:.2f}".format, end.get("staleness_mean"))),
+        ("delay", _if_known("{}", told_delays, end.get("delays") or None)),
         ("consensus", _if_known("replicas were {}", told_consensus, end.get("consensus"))),
         ("traffic", _if_known("learners {}", str, moved)),
         ("busiest", _busiest(end.get("link"), end.get("seconds"))),

@@ -58,13 +58,22 @@ class LearnerRule(NamedTuple):
 
     It pushes the sum of its gradients, or, with `delta`, by how much its own optimizer moved the weights. What it
     pushes is sent with `codec` and error feedback, and the weights that it is sent are rounded by `down`.
+
+    `delays`: how many minibatches, at least and at most, it computes between a push and taking the weights that answer
+    it. It takes them as soon as they are there, and waits for them after the most. (0, 0): it waits at once.
     """
 
     push_every: int = 1
     fetch_every: int = 0
     delta: bool = False
+    delays: tuple[int, int] = (0, 0)
     codec: Codec | None = None
     down: Codec | None = None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether it computes on while what it has pushed travels and is answered."""
+        return self.delays[1] > 0
 
     def push_bytes(self, size_bytes: int) -> int:
         """What a push of a vector of so many bytes sends."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from offbeat.errors import RequestError
 from offbeat.policies import sentences
 from offbeat.policies.barrier import KSync
 from offbeat.policies.base import EachGradient, LearnerRule, Policy
@@ -66,9 +67,29 @@ class LocalSGD(KSync):
 
     What is pushed is by how much the learner's own optimizer moved the weights. With `outer` "average" the server steps
     by the mean of these; with "nesterov" it feeds them to Nesterov momentum, which is DiLoCo (Douillard et al. 2023).
+
+    With `overlap` a learner that has pushed computes on from its own weights, and takes the new ones d minibatches
+    later, as soon as they are there (or with `delay` exactly so many later): w' plus its own change since the push
+    (as in Streaming DiLoCo, Douillard et al. 2025, with all of the model as one fragment, and nothing mixed). The next
+    push has what it has changed since, these d minibatches included: each minibatch is pushed once, every H of them.
     """
 
-    def __init__(self, *, h: int, outer: str, **common: Any) -> None:
+    def __init__(
+        self, *, h: int, outer: str, overlap: str | None = None, delay: int | None = None, **common: Any
+    ) -> None:
         super().__init__(k=None, **common)
-        self.rule = LearnerRule(push_every=h, delta=True)
+        self.rule = LearnerRule(push_every=h, delta=True, delays=_delays(h, delay, overlaps=overlap is not None))
         self.outer_optimizer = OUTER[outer]
+
+    def expected_update(self, learners: int, times: ComputeTimes) -> UpdateTime | None:
+        return None if self.rule.overlaps else super().expected_update(learners, times)  # a learner may be ahead
+
+
+def _delays(h: int, delay: int | None, *, overlaps: bool) -> tuple[int, int]:
+    if delay is None:
+        return (0, h) if overlaps else (0, 0)
+    if not overlaps:
+        raise RequestError(f"delay={delay} is for learners that compute on: write local-sgd:{h},overlap,delay={delay}")
+    if delay > h:
+        raise RequestError(f"delay={delay} exceeds H={h}, after which the next push needs the new weights")
+    return delay, delay

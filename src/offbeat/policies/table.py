@@ -241,13 +241,30 @@ _ROWS = (
         params=(
             Param(name="h", read=parse_count, positional=True, required=True, help="local minibatches per mean"),
             Param(
+                name="overlap",
+                read=choice("overlap"),
+                positional=True,
+                help="the word overlap: compute on while the mean is made, and add the own change since to it",
+            ),
+            Param(
+                name="delay",
+                read=parse_whole,
+                help="with overlap: take the mean exactly so many minibatches later (default: when it is there)",
+            ),
+            Param(
                 name="outer",
                 read=choice(*OUTER),
                 default="average",
                 help="what the server does with the mean: average (default) or nesterov",
             ),
         ),
-        examples=("local-sgd:2", "local-sgd:3", "local-sgd:2,outer=nesterov"),
+        examples=(
+            "local-sgd:2",
+            "local-sgd:3",
+            "local-sgd:2,outer=nesterov",
+            "local-sgd:2,overlap",
+            "local-sgd:3,overlap,outer=nesterov,delay=1",
+        ),
     ),
 )
 POLICIES: dict[str, PolicyRow] = {row.name: row for row in _ROWS}

@@ -299,12 +299,19 @@ class Arithmetic:
             self._owns[work.learner] = InProcessServer(trainer.model, trainer.optimizer), 0
         own, version = self._owns[work.learner]
         before = accrued = torch.zeros_like(own.current)
-        total = 0.0
+        pushed = own.current.clone() if rule.overlaps else before
+        total, steps = 0.0, 0
         for step in work.steps:
             if step.fetched >= 0:
                 version = step.fetched
+                change = own.current - pushed if rule.overlaps and steps else None
                 own.load(self._sent(version))
                 before = own.current.clone()
+                if change is not None:  # what it has changed since its last push
+                    own.load(own.current + change)
+            if not step.batch:  # weights that came after the last step
+                continue
+            steps += 1
             own.write_model(own.current)
             self._shown = None
             with self._buffers_of(work.learner):

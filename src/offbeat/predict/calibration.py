@@ -34,6 +34,7 @@ from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.compute import Draws, Law
 from offbeat.simulate.cores import Cores, shared_s
 from offbeat.simulate.engine import COMPUTE, MEASURED, Floats
+from offbeat.simulate.host_links import HostLinks
 from offbeat.simulate.recorded import product_limit
 from offbeat.strategy import ALL_REDUCE, SERVER, simulated_family_of
 from offbeat.topology import Topology
@@ -254,11 +255,13 @@ def machine_of(
     seed: int = 0,
     staged: StagedLearner | None = None,
     hosts: int = 1,
+    spread: bool = False,
 ) -> Machine:
     """The machine with so many learners under a strategy; `batch`: samples of a minibatch, if not the calibrated.
 
     Learners in stages share the cores that their stages leave each other. Learners on several hosts reduce over the
-    measured network, and each host has the cores of this one unless all of them share these, as in a lab.
+    measured network, or push and fetch over it: to a server on the first host, or, `spread`, to one on each. Each host
+    has the cores of this one unless all of them share these, as in a lab.
     """
     share, stages, size_share = (
         (1.0, 1, 1.0) if staged is None else (staged.time_share, staged.layout.stages, staged.size_share)
@@ -270,13 +273,14 @@ def machine_of(
     reduces = family == ALL_REDUCE
     way_s = 0.0 if reduces else probe.there_s + probe.back_s
     work = calibration.server_work
+    placed = placement_of(learners, hosts)
     return Machine(
         cluster=Cluster(
             learners=learners,
             law=delays.law or NOTHING,
             seed=seed,
             speeds=tuple(1 / one for one in delays.factors),
-            wires=None if reduces else Wires(size_bytes=0, latency_s=max(0.0, 1 - work) * way_s / 2),
+            wires=None if reduces else _wires(calibration, placed, max(0.0, 1 - work) * way_s / 2, spread=spread),
             cores=Cores(
                 count=max(1.0, _cores(calibration, hosts) / stages),
                 law=law_of([share * max(time + more_s, time / 10) for time in probe.compute_s]),
@@ -288,6 +292,17 @@ def machine_of(
         ),
         reduce_s=size_share * _reduce_s(calibration, line, learners, hosts) if reduces else 0.0,
     )
+
+
+def _wires(calibration: Calibration, placed: Sequence[int], waits_s: float, *, spread: bool) -> Wires:
+    """On one host what travels is work, and waiting for each other; between hosts it takes the measured links too."""
+    hosts = len(set(placed))
+    if hosts == 1:
+        return Wires(size_bytes=0, latency_s=waits_s)
+    network = calibration.between_hosts()
+    servers = tuple(range(hosts)) if spread else (0,)
+    links = HostLinks(learners=tuple(placed), servers=servers, topology=network.topology)
+    return Wires(size_bytes=calibration.size_bytes, latency_s=waits_s + network.latency_s, hosts=links)
 
 
 def _cores(calibration: Calibration, hosts: int) -> float:

@@ -51,8 +51,13 @@ def delays_of(config: Config) -> Delays:
     return Delays(law, tuple(factors.get(learner, 1.0) for learner in range(config.learners)))
 
 
-def predict(calibration: Calibration, config: Config, samples: int) -> Predicted:
-    """`samples`: of the training set. `RequestError` where the calibration is of something else."""
+def predict(
+    calibration: Calibration, config: Config, samples: int, *, hosts: int = 1, spread: bool = False
+) -> Predicted:
+    """`samples`: of the training set. `RequestError` where the calibration is of something else.
+
+    Learners are spread evenly over so many hosts of the measured network; `spread`: a server is on each of them.
+    """
     check(calibration, config)
     machine = machine_of(
         calibration,
@@ -61,6 +66,8 @@ def predict(calibration: Calibration, config: Config, samples: int) -> Predicted
         delays=delays_of(config),
         batch=config.train.batch_size * config.train.accumulate,
         seed=config.seed + OTHER,
+        hosts=hosts,
+        spread=spread,
     )
     clock = Clock.calibrated(machine, config.sync, ends_of_epochs=True)
     timeline = untrained(timeline_of(config, clock, samples))
@@ -77,10 +84,10 @@ def _first(marks: list[tuple[float, int, int]], samples: int) -> tuple[float, in
     return marks[0] if found is marks[-1] else found
 
 
-def foresee_accuracy(calibration: Calibration, config: Config, target: float) -> float | None:
+def foresee_accuracy(calibration: Calibration, config: Config, target: float, *, hosts: int = 1) -> float | None:
     """Seconds until an epoch ends with the accuracy reached, in virtual time on the predicted machine; or None."""
     task = task_of(config)
-    predicted = predict(calibration, config, len(task.train))  # type: ignore[arg-type] # a map-style set has a length
+    predicted = predict(calibration, config, len(task.train), hosts=hosts)  # type: ignore[arg-type] # a map-style set has a length
     clock = Clock.calibrated(predicted.machine, config.sync, ends_of_epochs=True)
     outcome = train_virtually(config, clock, task=task, every=1.0)
     point = reached_by(outcome.points[1:], target)

@@ -18,7 +18,7 @@ from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.collective import Model, contended
 from offbeat.simulate.setup import Network, Setup
 from offbeat.spec import count_of
-from offbeat.strategy import ALL_REDUCE, simulated_family_of
+from offbeat.strategy import ALL_REDUCE, PEERS, simulated_family_of
 from offbeat.topology import Topology, build
 from offbeat.train.layout import Layout
 
@@ -62,13 +62,14 @@ class Machines:
     delays: Delays | None = None
     staged: StagedLearner | None = None  # each learner is a pipeline
     hosts: int = 1  # that the learners are spread over, with a calibration
+    spread: bool = False  # a server on each of them, else one on the first
 
     def setup(self, strategy: str) -> Setup:
         """The strategy on the cluster, and on its network if it is an all-reduce."""
         setup, learners, staged = Setup(strategy=strategy, cluster=self.cluster), self.cluster.learners, self.staged
         if not setup.reduces:
-            if self.hosts > 1:
-                raise RequestError(f"--hosts needs an all-reduce like ring; '{strategy}' is a parameter server's")
+            if self.hosts > 1 and simulated_family_of(strategy) == PEERS:
+                raise RequestError(f"--hosts: '{strategy}' has no server; name an all-reduce or a server's strategy")
             if staged is not None:
                 raise RequestError(f"--parallel needs an all-reduce like ring; '{strategy}' is a parameter server's")
             return setup
@@ -131,7 +132,9 @@ class Machines:
         if self.calibration is not None:
             from offbeat.predict.calibration import machine_of  # only for who has measured one
 
-            own = machine_of(self.calibration, strategy, cluster.learners, batch=batch, hosts=self.hosts)
+            own = machine_of(
+                self.calibration, strategy, cluster.learners, batch=batch, hosts=self.hosts, spread=self.spread
+            )
             delayed = replace(own.cluster, seed=cluster.seed, speeds=cluster.speeds, law=cluster.law, ids=cluster.ids)
             return Clock.calibrated(replace(own, cluster=delayed), strategy, ends_of_epochs=ends_of_epochs)
         if not self.communicates:

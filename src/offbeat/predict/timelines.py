@@ -38,7 +38,10 @@ KEEP_EVERY = 16  # updates from one look at which versions are needed to the nex
 
 
 class Step(NamedTuple):
-    """One minibatch: on the weights of the version that was fetched for it (-1: on those that the learner has)."""
+    """One minibatch: on the weights of the version that was fetched for it (-1: on those that the learner has).
+
+    Without samples it is no minibatch: those weights came after the last one, just before it was pushed.
+    """
 
     fetched: int
     batch: Batch
@@ -55,6 +58,11 @@ class Minibatch(NamedTuple):
     @property
     def batch(self) -> Batch:
         return tuple(stretch for step in self.steps for stretch in step.batch)
+
+    @property
+    def computed(self) -> tuple[Step, ...]:
+        """Those with samples."""
+        return tuple(step for step in self.steps if step.batch)
 
     @property
     def samples(self) -> int:
@@ -202,6 +210,7 @@ class ServedTimeline(Simulation):
         # About a gradient that has arrived, in lock step.
         self.ask: Callable[[Minibatch], LossAndDrift] = lambda work: LossAndDrift(None, None)
         self._steps: list[list[Step]] = [[] for _ in range(cluster.learners)]  # of what is not pushed yet
+        self._taken = [-1] * cluster.learners  # by who overlaps: weights that no step was made on yet
         self._numbers = [0] * cluster.learners
         self._works: dict[int, Minibatch] = {}  # on their way, by the number under which they were sent
         self._arrived: dict[int, Minibatch] = {}  # by ticket
@@ -228,7 +237,7 @@ class ServedTimeline(Simulation):
 
     def under_way(self) -> Iterator[Minibatch]:
         """What is being computed or on its way; nothing where learners step by themselves, for that has an order."""
-        if self.free or self.rule.push_every > 1:
+        if self.free or self.overlaps or self.rule.push_every > 1:
             return
         for learner, steps in enumerate(self._steps):
             if steps:
@@ -242,22 +251,37 @@ class ServedTimeline(Simulation):
 
     # --- what the simulation does, with samples -----------------------------------------------------------------------
 
-    def _begin(self, learner: int) -> None:
+    def _compute(self, learner: int) -> None:
         batch = self.source.take(learner)
         if batch is None:
             self._without_samples(learner)
             return
         fetched = self.next_version[learner]
-        super()._begin(learner)
+        super()._compute(learner)
         if not self._steps[learner]:
             self._next += 1
             self._numbers[learner] = self._next
+        if self.overlaps:
+            fetched, self._taken[learner] = self._taken[learner], -1
         self._steps[learner].append(Step(-1 if fetched is None else fetched, batch))
 
+    def _take_weights(self, learner: int, least: int = 0) -> None:
+        before = self.next_version[learner]
+        super()._take_weights(learner, least)
+        if before is not None and self.next_version[learner] is None:
+            self._taken[learner] = before
+
     def _packed(self, learner: int, number: int) -> None:
+        if self._taken[learner] >= 0:  # after the last of its steps
+            self._steps[learner].append(Step(self._taken[learner], ()))
+            self._taken[learner] = -1
         steps = tuple(self._steps[learner])
         self._steps[learner] = []
         self._works[number] = Minibatch(self._numbers[learner], learner, self.flying[number][1], steps)
+
+    def _recalled(self, number: int) -> None:
+        for step in self._works.pop(number).computed:
+            self.source.give_back(step.batch, "cancelled")
 
     def _pushed(self, learner: int, number: int) -> Pushed:
         work = self._arrived[self.ticket] = self._works.pop(number)
@@ -270,14 +294,14 @@ class ServedTimeline(Simulation):
             told = works[-1].latest
             works, scales = in_order(self.policy, works, command.scales)
             for work in works:
-                for step in work.steps:
+                for step in work.computed:
                     self.source.settle(step.batch)
             version = self.policy.version
             needed = self._needed() if version % self._keep_every == 0 else None
             spent, dropped = spent_of(self.tally), self.source.dropped
             self._made.append(Update(version, self.now, works, scales, told, spent, dropped, command.damping, needed))
         elif isinstance(command, Drop):
-            for step in self._arrived.pop(command.ticket).steps:
+            for step in self._arrived.pop(command.ticket).computed:
                 self.source.give_back(step.batch, command.why.split(":")[0])
         super()._obey(command)
 
@@ -292,7 +316,7 @@ class ServedTimeline(Simulation):
         if number != self.life[learner]:
             return  # it has stepped aside since
         lost = [sent for sent, gradient in self.flying.items() if gradient[0] == learner]
-        for step in [*self._steps[learner], *(step for sent in lost for step in self._works.pop(sent).steps)]:
+        for step in [*self._steps[learner], *(step for sent in lost for step in self._works.pop(sent).computed)]:
             self.source.put_back(step.batch)
         self._steps[learner] = []
         super()._fail(learner, number)
@@ -301,6 +325,8 @@ class ServedTimeline(Simulation):
 
     def _without_samples(self, learner: int) -> None:
         """As a real learner: it pushes what it has computed, and steps aside when that is answered."""
+        if self.overlaps and not self._is_answered(learner):
+            return
         steps = len(self._steps[learner])
         if steps and not self.free:
             self.done[learner] = 0
@@ -311,6 +337,21 @@ class ServedTimeline(Simulation):
             self.doing[learner] = "wait"
         # Not at once: the policy may be in the middle of its commands.
         self._plan(self.now, ASIDE, learner, self.turn[learner])
+
+    def _is_answered(self, learner: int) -> bool:
+        """Of one that overlaps: whether all that it has computed is pushed and answered; else it does so, or waits."""
+        self._close(learner)
+        self._take_weights(learner)
+        steps = len(self._steps[learner])
+        if self.ahead[learner] < 0 and steps:
+            self.done[learner] = 0
+            self._push(learner, steps)
+            self._take_weights(learner)
+        if self.ahead[learner] >= 0:
+            self._stand(learner)
+            return False
+        self.doing[learner] = "wait"
+        return True
 
     def _arrive(self, learner: int, number: int) -> int:
         arrived = super()._arrive(learner, number)

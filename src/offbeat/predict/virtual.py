@@ -439,7 +439,7 @@ class VirtualTrainer(Trainer):
         ages = [update.version - 1 - work.version for work in update.works]
         self._staleness.update(ages)
         self._count_traffic(update)
-        self._minibatches += sum(len(work.steps) for work in update.works)
+        self._minibatches += sum(len(work.computed) for work in update.works)
         old = (at.staleness or 0.0) * at.gradients + sum(ages)
         at.gradients += len(ages)
         at.staleness = old / at.gradients

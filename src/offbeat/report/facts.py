@@ -265,6 +265,7 @@ def facts_of(run: RunRecord) -> Facts:
         )
     staleness, applied = gradients.staleness, gradients.applied
     names, hosts = names_of_last(run, "names"), names_of_last(run, "hosts")
+    hosts = hosts or (() if last is None else last.learner_hosts)
     if family == ALL_REDUCE and not gradients.applied:
         done = [span for segment in run.segments for span in segment.spans if span.what == "compute"]
         applied = sum(not span.cancelled for span in done)

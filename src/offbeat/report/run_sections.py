@@ -458,7 +458,9 @@ def hosts(known: Sequence[Facts]) -> PageSection:
             Column("run"),
             Column("from"),
             Column("to"),
-            Column("sent (MB)", "number", "by collectives, since the run was started or resumed"),
+            Column(
+                "sent (MB)", "number", "by collectives since the run was started or resumed; or gradients and weights"
+            ),
             Column("share", "percent", "of all bytes between hosts"),
         ),
         rows=tuple(links),

@@ -212,6 +212,20 @@ def told_consensus(consensus: Mapping[str, float]) -> str:
     return f"{100 * mean:.2g} % of the weights' norm from their mean on average, {100 * most:.2g} % at most"
 
 
+def mean_delay(delays: Mapping[str, int]) -> float | None:
+    """Of learners that compute on: local minibatches from a push to taking the weights that answer it."""
+    many = sum(delays.values())
+    return sum(int(delay) * times for delay, times in delays.items()) / many if many else None
+
+
+def told_delays(delays: Mapping[str, int]) -> str:
+    """The same in words; nothing where no learner computed on."""
+    mean = mean_delay(delays)
+    if mean is None:
+        return ""
+    return f"new weights came {mean:.2f} local minibatches after a push on average, {max(map(int, delays))} at most"
+
+
 class Score(NamedTuple):
     """What a ranking knows of a run."""
 

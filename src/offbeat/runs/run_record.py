@@ -65,6 +65,7 @@ class EvaluationRecord(NamedTuple):
     wait_share: float | None = None  # of the learners' time
     slow_links: tuple[str, ...] = ()  # between hosts, in words
     hosts: tuple[HostRecord, ...] = ()  # where there are several
+    learner_hosts: tuple[str, ...] = ()  # that of each learner, where they have a parameter server
     links: tuple[LinkRecord, ...] = ()
 
 
@@ -253,6 +254,7 @@ def _evaluation(seconds: float, record: Mapping[str, Any]) -> EvaluationRecord:
         wait_share=untrusted.share(record.get("wait_share")),
         slow_links=tuple(filter(None, map(untrusted.text, untrusted.items(record.get("slow_links"))))),
         hosts=tuple(_host(one) for one in untrusted.items(record.get("hosts")) if isinstance(one, dict)),
+        learner_hosts=tuple(map(untrusted.text, untrusted.items(record.get("learner_hosts")))),
         links=tuple(_link(one) for one in untrusted.items(record.get("links")) if isinstance(one, dict)),
     )
 

@@ -40,6 +40,7 @@ Seq = Annotated[int, Meta(ge=0, lt=2**40)]
 Version = Annotated[int, Meta(ge=0, lt=2**32)]
 JobNumber = Annotated[int, Meta(ge=0, lt=2**31)]  # with a version in one word
 Number = Annotated[int, Meta(ge=0, lt=2**53)]  # of what one side counts: requests, pins, leases, samples, epochs
+Delay = Annotated[int, Meta(ge=0, lt=2**31)]
 Count = Annotated[int, Meta(ge=1, lt=2**53)]
 Place = Annotated[int, Meta(ge=0, lt=2**20)]  # of a buffer, slot, shard, group or parameter
 Finite = Annotated[float, Meta(gt=-1e308, lt=1e308)]  # nan and infinite are outside
@@ -103,6 +104,7 @@ class Push(FromSession, frozen=True):
     ended_s: Seconds = 0.0
     sent_bytes: Number = 0  # as it travels, where only rows of some parameters are pushed; and what was fetched since
     received_bytes: Number = 0  # the push before
+    delay: Delay | None = None  # minibatches between my push before and taking the weights that answered it
 
 
 class Stop(FromSession, frozen=True):

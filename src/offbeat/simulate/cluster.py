@@ -9,6 +9,7 @@ from offbeat.errors import RequestError
 from offbeat.number_format import format_size
 from offbeat.simulate.compute import Draws, Failures, Law, SlowPeriods
 from offbeat.simulate.cores import Cores
+from offbeat.simulate.host_links import HostLinks
 
 LEARNER_BYTES = 2_000  # that simulating one learner takes: its state, events and next draws (0.7 to 1.5 kB measured)
 
@@ -39,6 +40,7 @@ class Wires:
     latency_s: float = 0.0
     push_bytes: int = 0  # where only rows of some parameters are pushed, and
     fetch_bytes: int = 0  # fetched; 0: all of them
+    hosts: HostLinks | None = None  # that learners and servers are on; then these links count, and no bandwidth above
 
     def cap(self, learner: int) -> float:
         caps = self.learner_bytes_per_s
@@ -91,6 +93,8 @@ class Cluster:
         wires = self.wires
         if wires is not None and isinstance(wires.learner_bytes_per_s, tuple):
             wires = replace(wires, learner_bytes_per_s=tuple(wires.learner_bytes_per_s[other] for other in kept))
+        if wires is not None and wires.hosts is not None:
+            wires = replace(wires, hosts=wires.hosts.without(kept))
         return replace(
             self,
             learners=len(kept),

@@ -37,6 +37,7 @@ _MOST_SAMPLES, _ALL_SAMPLES = 2000, 400_000  # draws of each learner, and of all
 _WINDOWS = 8  # in each of which a persistently slow learner is slow
 SCATTER = "the scatter of compute times"
 SERVER_LINK, LEARNER_LINKS, LINKS = "the server's link", "the learners' links", "the links of server and learners"
+HOST_LINKS = "the links between hosts"
 LATENCY, BANDWIDTH, REDUCTION = "the network's latency", "the network's bandwidth", "the reduction"
 _WHAT_IF = 1 / 8  # of the updates of a whole simulation
 _ROUNDS, _MINIBATCHES = 10, 1_000  # at least: of each learner, and of all
@@ -310,7 +311,9 @@ def _of_links(setup: Setup) -> dict[str, Setup]:
     cluster, wires = setup.cluster, setup.cluster.wires
     if wires is None:
         return {}
-    free: dict[str, dict[str, float]] = {}
+    free: dict[str, dict[str, float | None]] = {}
+    if wires.hosts is not None:  # the bandwidths beside count for nothing then
+        free[HOST_LINKS] = {"size_bytes": 0, "hosts": None}
     at_server = bool(wires.size_bytes) and wires.server_bytes_per_s < math.inf
     at_learners = bool(wires.size_bytes) and min(map(wires.cap, range(cluster.learners))) < math.inf
     if at_server:
@@ -322,7 +325,7 @@ def _of_links(setup: Setup) -> dict[str, Setup]:
     if wires.latency_s:
         free[LATENCY] = {"latency_s": 0.0}
     return {
-        name: replace(setup, cluster=replace(cluster, wires=replace(wires, **changes)))  # type: ignore[arg-type]  # floats
+        name: replace(setup, cluster=replace(cluster, wires=replace(wires, **changes)))  # type: ignore[arg-type]  # as declared
         for name, changes in free.items()
     }
 

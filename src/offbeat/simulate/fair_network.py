@@ -99,6 +99,17 @@ class FairNetwork:
         self._changed = True
         return stream.messages - 1
 
+    def drop(self, now_s: float, source: int, target: int, number: int) -> None:
+        """Send no more of a message, if some of it is left and nothing was put behind it."""
+        self._move(now_s)
+        stream = self._stream(source, target)
+        if not stream.ends or stream.ends[-1][0] != number or stream.has_arrived():
+            return
+        stream.ends.pop()
+        before = stream.ends[-1][1] if stream.ends else stream.sent
+        stream.queued = max(stream.sent, before)
+        self._changed = True
+
     def ask(self, now_s: float, source: int, target: int, size_bytes: float) -> None:
         """The receiver is ready for so many more bytes."""
         stream = self._stream(source, target)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,6 +54,7 @@ from offbeat.simulate.engine import (
     WAKE,
     WEIGHTS,
 )
+from offbeat.simulate.host_links import FETCHES, PUSHES, HostTransfers
 from offbeat.simulate.links import FairLink
 from offbeat.simulate.quick import go_quickly
 from offbeat.simulate.result import Result, Tally
@@ -154,8 +156,12 @@ class Simulation:
         self.jobs = [-1] * count  # computing on shared cores
         self.instant = not self.size_bytes and not self.latency_s and self.works is None and self.starts is None
         self.free = self.rule.fetch_every > 0  # learners push and fetch beside computing, and never wait
+        self.overlaps = self.rule.overlaps  # learners compute on, up to so many minibatches, until they are answered
+        self.ahead = [-1] * count  # so many since a push that is not answered, or whose answer is not taken; -1: none
+        self.delays: Counter[int] = Counter()  # minibatches from pushes to taking what answered them
         shared = self.wires.server_bytes_per_s * self.wires.shards
         self.links = (FairLink(shared), FairLink(shared))  # to the server, from the server
+        self.between = None if self.wires.hosts is None else HostTransfers(self.wires.hosts)  # in their place
         self.link_turn = [0, 0]
         self.full_since: float | None = None  # one of them
         self.tally = Tally()
@@ -194,7 +200,7 @@ class Simulation:
     @property
     def is_plain(self) -> bool:
         """Whether `go_quickly` can do it: the same run at several times the speed, for simulations of many learners."""
-        plain = self.rule.push_every == 1 and not self.free and self.cluster.failures is None
+        plain = self.rule.push_every == 1 and not (self.free or self.overlaps) and self.cluster.failures is None
         return plain and self.instant and not self.keep_spans and not self.policy.drops_held
 
     @property
@@ -235,17 +241,53 @@ class Simulation:
             return 0  # it was cancelled
         self._close(learner)
         self.done[learner] += 1
+        if self.overlaps:
+            self.ahead[learner] += self.ahead[learner] >= 0
+            self.doing[learner] = "wait"
+            self._proceed(learner)
+            return 1
         pushes = self.done[learner] % self.rule.push_every == 0
         if not pushes or self._push(learner, self.rule.push_every):
             self._go_on(learner, computes=self.free or not pushes)
         return 1
 
+    def _proceed(self, learner: int) -> None:
+        """Between two minibatches of a learner that overlaps: take what has come, push if it is time, compute on.
+
+        It stays as it is, waiting, where it may not go on before its last push is answered.
+        """
+        least, most = self.rule.delays
+        self._take_weights(learner, least)
+        if self.ahead[learner] < 0 and self.unpushed_s[learner] and self.done[learner] % self.rule.push_every == 0:
+            self._push(learner, self.rule.push_every)
+            self._take_weights(learner, least)  # where all that takes no time
+        if self.ahead[learner] < most:
+            self._compute(learner)
+        else:
+            self._stand(learner)
+
+    def _stand(self, learner: int) -> None:
+        """It may not go on before its last push is answered."""
+        self.doing[learner] = "send" if self.pushing[learner] in self.flying else "wait"
+
+    def _take_weights(self, learner: int, least: int = 0) -> None:
+        """New weights, to which it adds what it has changed since its push; if they are there, and not too early."""
+        weights = self.next_version[learner]
+        if weights is None or 0 <= self.ahead[learner] < least:
+            return
+        self.version[learner], self.next_version[learner] = weights, None
+        if self.ahead[learner] >= 0:
+            self.delays[self.ahead[learner]] += 1
+        self.ahead[learner] = -1
+
     def _push(self, learner: int, minibatches: int) -> bool:
         """What it has computed sets out; False: one at a time, it waits for the one before, and `_arrive` goes on."""
         self.sent += 1
         spent, self.unpushed_s[learner] = self.unpushed_s[learner], 0.0
-        self.flying[self.sent] = (learner, self.oldest[learner], spent, minibatches)
+        version = self.version[learner] if self.overlaps else self.oldest[learner]
+        self.flying[self.sent] = (learner, version, spent, minibatches)
         self._packed(learner, self.sent)
+        self.ahead[learner] = 0 if self.overlaps else -1
         self.doing[learner] = "send"
         if self.pushing[learner] in self.flying:
             self.queued[learner] = self.sent
@@ -267,14 +309,17 @@ class Simulation:
         if self.instant:
             self._arrive(learner, number)
         elif self.size_bytes:
-            self.links[0].start(self.now, number, self.push_bytes, self.wires.cap(learner))
-            self._watch(0)
+            self._depart(PUSHES, number, learner, self.push_bytes)
         elif self.works is not None:
-            self._work(self.cores.push_s, Job(ARRIVE, learner, number, urgent=True))
-            if self.cores.behind_s:
-                self._work(self.cores.behind_s, Job(None, learner, 0, urgent=True))
+            self._hand_in(learner, number)
         else:
             self._plan(self.now + self.latency_s, ARRIVE, learner, number)
+
+    def _hand_in(self, learner: int, number: int) -> None:
+        """What a gradient costs on the cores, on its way to the policy."""
+        self._work(self.cores.push_s, Job(ARRIVE, learner, number, urgent=True))
+        if self.cores.behind_s:
+            self._work(self.cores.behind_s, Job(None, learner, 0, urgent=True))
 
     def _arrive(self, learner: int, number: int) -> int:
         """A gradient is at the server."""
@@ -283,7 +328,8 @@ class Simulation:
             return 0  # its learner failed, and it was lost on the way
         self.ticket += 1
         self.gradients[self.ticket] = gradient
-        if not self.free:
+        blocked = not self.overlaps or (self.doing[learner] == "send" and not self.instant)
+        if blocked and not self.free:
             self._close(learner)
             self.doing[learner] = "wait"
         self._tell(self._pushed(learner, number))
@@ -307,22 +353,46 @@ class Simulation:
         """Something on a link has ended: a gradient on the way to the server, weights on the way from it."""
         if number != self.link_turn[which]:
             return  # something else began since, and moved the end
-        for one in self.links[which].finish(self.now):
-            if which == 0 and one in self.flying:
+        between = self.between
+        for one in self.links[which].finish(self.now) if between is None else between.finish(self.now, which):
+            if which == PUSHES and one in self.flying and self.works is not None:
+                self._hand_in(self.flying[one][0], one)
+            elif which == PUSHES and one in self.flying:
                 self._plan(self.now + self.latency_s, ARRIVE, self.flying[one][0], one)
-            elif which == 1:
+            elif which == FETCHES and self.works is not None:
+                self._work(self.cores.fetch_s, Job(WEIGHTS, self.messages[one][0], one, urgent=True))
+            elif which == FETCHES:
                 self._plan(self.now + self.latency_s, WEIGHTS, self.messages[one][0], one)
         self._watch(which)
+
+    def _depart(self, which: int, number: int, learner: int, size_bytes: float) -> None:
+        """A gradient, or weights, begin to travel."""
+        if self.between is None:
+            self.links[which].start(self.now, number, size_bytes, self.wires.cap(learner))
+        else:
+            self.between.start(self.now, which, number, learner, size_bytes)
+        self._watch(which)
+
+    def _recall(self, which: int, number: int) -> bool:
+        """They travel no further; whether they were still under way."""
+        if self.between is None:
+            return self.links[which].remove(self.now, number)
+        return self.between.remove(self.now, which, number)
 
     def _watch(self, which: int) -> None:
         """Something has begun or ended on a link: look when the next one ends, and count how long it is full."""
         if self.full_since is not None:
             self.tally.full_s += self.now - self.full_since
-        self.full_since = self.now if self.links[0].is_full or self.links[1].is_full else None
-        self.link_turn[which] += 1
-        end = self.links[which].next_end_s()
-        if end < math.inf:
-            self._plan(end, LINK, which, self.link_turn[which])
+        between = self.between
+        if between is None:
+            self.full_since = self.now if self.links[0].is_full or self.links[1].is_full else None
+        else:
+            self.full_since = self.now if between.is_full else None
+        for changed in (which,) if between is None else (PUSHES, FETCHES):  # there both directions share links
+            self.link_turn[changed] += 1
+            end = self.links[changed].next_end_s() if between is None else between.next_end_s(changed)
+            if end < math.inf:
+                self._plan(end, LINK, changed, self.link_turn[changed])
 
     # --- what the policy is told, and what it says -----------------------------------------------------------------
 
@@ -384,11 +454,10 @@ class Simulation:
                 del self.messages[given_up.number]
             self.weights_for[learner] = self._work(self.cores.fetch_s, Job(WEIGHTS, learner, message, urgent=True))
         else:
-            if self.links[1].remove(self.now, before):
+            if self._recall(FETCHES, before):
                 del self.messages[before]
             self.weights_for[learner] = message
-            self.links[1].start(self.now, message, self.fetch_bytes, self.wires.cap(learner))
-            self._watch(1)
+            self._depart(FETCHES, message, learner, self.fetch_bytes)
 
     def _resumed(self, learner: int, message: int) -> int:
         version = self._receive(message)
@@ -408,11 +477,17 @@ class Simulation:
 
     def _begin(self, learner: int) -> None:
         """Start the next minibatch, on new weights if there are any."""
+        if self.overlaps:
+            self._proceed(learner)
+        else:
+            self._compute(learner)
+
+    def _compute(self, learner: int) -> None:
         if self.doing[learner] == "wait":
             self.tally.fetch_s += self.now - max(self.since[learner], self.answered[learner])
         self._close(learner)
         weights = self.next_version[learner]
-        if weights is not None:
+        if weights is not None and not self.overlaps:
             self.version[learner], self.next_version[learner] = weights, None
         if not self.unpushed_s[learner]:
             self.oldest[learner] = self.version[learner]
@@ -469,7 +544,7 @@ class Simulation:
         if waiting is not None and waiting < newer:
             self.next_version[learner] = None
         version = self.version[learner]
-        if self.doing[learner] != "compute" or version >= newer:
+        if version >= newer or not (self.doing[learner] == "compute" or self._stops_sending(learner)):
             return  # it was faster, and its gradient will come late
         self._give_up_work(learner)
         self.tally.cancelled += 1
@@ -479,6 +554,19 @@ class Simulation:
         self._send_message(STOPPED, learner, version)
         if self.next_version[learner] is not None:
             self._begin(learner)
+
+    def _stops_sending(self, learner: int) -> bool:
+        """On another host a cancel overtakes the gradient, and what is not sent of it yet is not sent."""
+        number = self.pushing[learner]
+        if self.between is None or self.doing[learner] != "send" or not self._recall(PUSHES, number):
+            return False
+        self._watch(PUSHES)
+        self.tally.waste_s += self.flying.pop(number)[2]
+        self._recalled(number)
+        return True
+
+    def _recalled(self, number: int) -> None:
+        """The gradient that was sent under this number will not come."""
 
     def _stopped(self, learner: int, message: int) -> None:
         version = self._receive(message)
@@ -498,8 +586,8 @@ class Simulation:
         self._give_up_work(learner)
         for number_sent in [sent for sent, gradient in self.flying.items() if gradient[0] == learner]:
             self.tally.waste_s += self.flying.pop(number_sent)[2]  # lost on the way
-            self.links[0].remove(self.now, number_sent)
-        if self.links[1].remove(self.now, self.weights_for[learner]):
+            self._recall(PUSHES, number_sent)
+        if self._recall(FETCHES, self.weights_for[learner]):
             del self.messages[self.weights_for[learner]]
         if self.size_bytes:
             self._watch(0)
@@ -508,6 +596,7 @@ class Simulation:
         self.tally.failed += 1
         self.doing[learner] = "away"
         self.next_version[learner] = None
+        self.ahead[learner] = -1
         self.turn[learner] += 1
         self.life[learner] += 1
         self._tell(Left(learner, self.now))

@@ -22,6 +22,7 @@ from offbeat.topology import Topology
 # times as much to simulate, and the mean scatters less.
 _EACH, _EACH_AT_LEAST = 500, 50
 _FREE, _SENT, _CAREFUL = (8_000, 40_000, 400_000), (4_000, 16_000, 24_000), (100_000, 100_000, 1_000_000)
+_BETWEEN_HOSTS = (1_000, 2_000, 2_000)  # links that all share cost ten times as much again
 _UPDATES, _CAREFUL_UPDATES = 1_000, 3_000  # at least, as far as the third number allows
 _MOST = 20_000_000  # minibatches of a single update
 
@@ -120,7 +121,10 @@ class Setup:
         if minibatches is not None:
             return math.ceil(minibatches * learners / per_update)
         careful = careful and self.cluster.wires is None
-        least, most, begun_at_most = _CAREFUL if careful else _FREE if self.cluster.wires is None else _SENT
+        wires = self.cluster.wires
+        least, most, begun_at_most = _CAREFUL if careful else _FREE if wires is None else _SENT
+        if wires is not None and wires.hosts is not None:
+            least, most, begun_at_most = _BETWEEN_HOSTS
         applied = max(_EACH_AT_LEAST * learners, min(most, max(least, _EACH * learners)))
         wanted = max(math.ceil(applied / per_update), _CAREFUL_UPDATES if careful else _UPDATES)
         return max(1, min(wanted, max(begun_at_most, _EACH_AT_LEAST * learners) // begun))

@@ -130,7 +130,7 @@ class ResidentInput:
         if not wanted:
             return
         every = (torch.cat(list(wanted)) % len(self._inputs)).to(self._device)
-        for chosen in every.split([len(one) for one in wanted]):
+        for chosen in torch.split(every, [len(one) for one in wanted]):
             inputs = self._inputs.index_select(0, chosen)
             yield (inputs.permute(0, 3, 1, 2) if self._images else inputs), self._targets.index_select(0, chosen)
 

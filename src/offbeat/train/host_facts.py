@@ -5,20 +5,22 @@ rank of every other host for the time, several times, and takes the answer that 
 by `offset_s`, and that is wrong by at most `uncertainty_s`, half of what the answer took. Clocks drift, so this is done
 again in every pause; between two measurements the offset is taken to change evenly.
 
-Links. A link is a host's sending to another host. Bytes are those of collectives since this part of the run began.
+Links. A link is a host's sending to another host. Bytes are those of collectives since this part of the run began, or,
+with a parameter server, those of gradients and weights since the run began.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from offbeat.collectives.counters import Stats
+from offbeat.train.learner_snapshot import HostName, Traffic
 
 ROUNDS = 8  # questions to a host
 
@@ -97,25 +99,67 @@ def network_facts(
 
     `sent_to[r][p]` are the bytes that rank r has sent to rank p.
     """
-    names = list(dict.fromkeys(hosts))
     links: dict[tuple[str, str], int] = defaultdict(int)
     for rank, row in sent_to.items():
         for peer, size_bytes in enumerate(row):
             if hosts[rank] != hosts[peer]:
                 links[hosts[rank], hosts[peer]] += size_bytes
+    return _facts(list(dict.fromkeys(hosts)), hosts, links, counted, clocks)
+
+
+def served_facts(
+    learners: Mapping[int, HostName], moved: Mapping[int, Traffic], servers: Sequence[str]
+) -> dict[str, Any]:
+    """The same where learners push to servers and fetch from them: equal parts to each of the hosts with these numbers
+    (see `HostName`). Nothing where all is on one host. `learner_hosts` names the host of each learner.
+    """
+    if not {*servers, *(one.number for one in learners.values())} - {""}:
+        return {}
+    names = _names_of(learners.values(), servers)
+    links: dict[tuple[str, str], int] = defaultdict(int)
+    for learner, traffic in moved.items():
+        for server in servers:
+            if learner in learners and learners[learner].number != server:
+                mine, there = names[learners[learner].number], names[server]
+                links[mine, there] += traffic.sent // len(servers)
+                links[there, mine] += traffic.received // len(servers)
+    hosts = [names[learners[one].number] if one in learners else "" for one in range(max(learners, default=-1) + 1)]
+    return _facts(list(names.values()), hosts, links, None, None) | {"learner_hosts": hosts}
+
+
+def _names_of(learners: Collection[HostName], servers: Sequence[str]) -> dict[str, str]:
+    """Each number's host, those with servers first: its name, and where several share it, which of them it is."""
+    told = {one.number: one.name for one in learners}
+    known = {number: told.get(number, "servers") for number in dict.fromkeys([*servers, *told])}
+    numbers: dict[str, list[str]] = defaultdict(list)
+    for number, name in known.items():
+        numbers[name].append(number)
+    return {
+        number: name if len(numbers[name]) == 1 else f"{name}-{numbers[name].index(number)}"
+        for number, name in known.items()
+    }
+
+
+def _facts(
+    names: Sequence[str],
+    hosts: Sequence[str],
+    links: Mapping[tuple[str, str], int],
+    counted: Stats | None,
+    clocks: HostClocks | None,
+) -> dict[str, Any]:
     whole = sum(links.values())
     rates = None if counted is None else counted.host_rates
     return {
         "hosts": [
             {
                 "name": name,
-                "learners": hosts.count(name),
+                "learners": sum(host == name for host in hosts),
                 "sent_bytes": sum(many for (source, _), many in links.items() if source == name) if links else None,
                 "received_bytes": sum(many for (_, target), many in links.items() if target == name) if links else None,
                 "sends_per_s": None if rates is None else rates.sends[at] or None,
                 "receives_per_s": None if rates is None else rates.receives[at] or None,
-                "clock_offset_s": clocks.latest[name].offset_s,
-                "clock_uncertainty_s": clocks.latest[name].uncertainty_s,
+                "clock_offset_s": None if clocks is None else clocks.latest[name].offset_s,
+                "clock_uncertainty_s": None if clocks is None else clocks.latest[name].uncertainty_s,
             }
             for at, name in enumerate(names)
         ],

@@ -25,6 +25,13 @@ class Traffic(NamedTuple):
         return None if other is None else Traffic(self.sent + other.sent, self.received + other.received)
 
 
+class HostName(NamedTuple):
+    """A host as it calls itself, and what tells it from others of that name: nothing for the host of the run."""
+
+    name: str = ""
+    number: str = ""
+
+
 @dataclass(slots=True, kw_only=True)
 class LearnerSnapshot:
     """One learner's."""
@@ -38,6 +45,7 @@ class LearnerSnapshot:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     optimizer: dict[str, Tensor] = field(default_factory=dict)
     sent_to: tuple[int, ...] = ()  # bytes to each learner, in this part of the run
+    host: HostName = field(default_factory=HostName)  # of a learner of a parameter server
     residuals: dict[str, Tensor] = field(default_factory=dict)  # of a codec's error feedback
     used_bytes: int = 0  # of memory, at most; 0: not asked for
     spans: Tensor = field(default_factory=lambda: torch.zeros(0, 4, dtype=torch.float64))  # what, start, end, version
@@ -51,6 +59,8 @@ class LearnerSnapshot:
             tensors["traffic"] = torch.tensor(self.traffic, dtype=torch.int64)
         if self.sent_to:
             tensors["sent_to"] = torch.tensor(self.sent_to, dtype=torch.int64)
+        if self.host.name:
+            tensors["host"] = torch.tensor(list("\n".join(self.host).encode()), dtype=torch.uint8)
         if self.used_bytes:
             tensors["memory"] = torch.tensor([self.used_bytes])
         for name, number in self.scaler.items():
@@ -82,10 +92,16 @@ def snapshot_of(tensors: Mapping[str, Tensor]) -> LearnerSnapshot:
         buffers=under("buffer."),
         optimizer=under("optimizer."),
         sent_to=tuple(tensors["sent_to"].tolist()) if "sent_to" in tensors else (),
+        host=_host_of(tensors["host"]) if "host" in tensors else HostName(),
         residuals=under("residual."),
         used_bytes=int(tensors["memory"]) if "memory" in tensors else 0,
         spans=tensors["spans"],
     )
+
+
+def _host_of(tensor: Tensor) -> HostName:
+    name, _, number = bytes(tensor.tolist()).decode(errors="replace").partition("\n")
+    return HostName(name[:100], number[:100])
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from offbeat.errors import LogError, OffbeatError
 from offbeat.runs.disk import replace_file
 from offbeat.runs.log import names_in, stream_spans, write_chrome_trace
-from offbeat.runs.metrics import reached_at
+from offbeat.runs.metrics import mean_delay, reached_at
 from offbeat.runs.run_folder import TARGET, RunDir
 from offbeat.train.checkpoint import Checkpoint, tidy, update_of_weights, write_weights
 from offbeat.train.config import Config
@@ -40,6 +40,8 @@ def end_record(
         "samples_per_s": last.get("samples_per_s", 0.0),
         "seconds": at.seconds,
         "staleness_mean": at.staleness,
+        "delay_mean": mean_delay(at.delays),
+        "delays": at.delays,
         "consensus": last.get("consensus"),
         "wait_share": last.get("wait_share", 0.0),
         "sent_bytes": last.get("sent_bytes"),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from offbeat.number_format import format_seconds
-from offbeat.runs.metrics import format_accuracy, format_traffic, told_consensus
+from offbeat.runs.metrics import format_accuracy, format_traffic, told_consensus, told_delays
 from offbeat.runs.run_folder import resume_command
 from offbeat.spec import count_of
 from offbeat.strategy import SERVER, family_of
@@ -42,6 +42,9 @@ def summary_of(config: Config, end: Mapping[str, Any], metrics: Sequence[Mapping
     staleness = end.get("staleness_mean")
     if staleness is not None:
         lines.append(f"Gradients were {staleness:.2f} versions old on average when they were applied.")
+    delay = told_delays(end.get("delays") or {})
+    if delay:
+        lines.append(f"Learners computed on while pushes were answered: {delay}.")
     consensus = metrics[-1].get("consensus") if metrics else None
     if consensus is not None:
         lines.append(f"Replicas were {told_consensus(consensus)} before their means were taken.")

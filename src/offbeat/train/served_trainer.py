@@ -8,7 +8,9 @@ of the run's folder, and the one who leads evaluates the servers' weights.
 from __future__ import annotations
 
 import json
+import socket
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +28,8 @@ from offbeat.spec import count_of
 from offbeat.train.checkpoint import Checkpoint
 from offbeat.train.config import Config
 from offbeat.train.device_input import Gathered, channels_last, readers_of, resident_of
-from offbeat.train.learner_snapshot import LearnerSnapshot, Traffic, load_optimizer, optimizer_tensors
+from offbeat.train.host_facts import served_facts
+from offbeat.train.learner_snapshot import HostName, LearnerSnapshot, Traffic, load_optimizer, optimizer_tensors
 from offbeat.train.learning_rate import correction_of, optimizer_of
 from offbeat.train.tasks import collate_of
 from offbeat.train.trainer import Trainer, TrainingState, piece_of, size_of
@@ -52,6 +55,8 @@ def standing_of(before: TrainingState, base: int, facts: Mapping[str, Any]) -> T
         if fate != "applied" and not fate.startswith("computed again: "):
             name = fate.removeprefix("dropped: ")
             dropped[name] = dropped.get(name, 0) + many
+    delays = Counter(before.delays)
+    delays.update({str(delay): many for delay, many in facts["delays"]})
     old, gradients = before.staleness or 0.0, before.gradients + facts["gradients"]
     return TrainingState(
         epoch=facts["book"]["epoch"],
@@ -63,6 +68,7 @@ def standing_of(before: TrainingState, base: int, facts: Mapping[str, Any]) -> T
         offset=sum(end - start for start, end in facts["book"]["settled"]),
         staleness=(old * before.gradients + facts["staleness"] * facts["gradients"]) / max(1, gradients),
         gradients=gradients,
+        delays=dict(delays),
         epoch_end=facts["epoch_end"],
         halt=facts["halt"],
         server={"book": facts["book"], "memory": facts["memory"]},
@@ -77,6 +83,7 @@ class ServedTrainer(Trainer):
         config = self.config
         self._rule = create(config.sync, expect=self.learners).rule
         self._own_steps = self._rule.delta or self._rule.fetch_every > 0
+        self._hosts: dict[int, HostName] = {}  # of learners, as they told last
         self._residuals_lost = 0  # of learners, as far as it was told
         self._base = self.at.update  # versions of the servers are counted from here
         self.at.drop_held("its update still waited for other gradients when the run was saved")
@@ -209,7 +216,13 @@ class ServedTrainer(Trainer):
         if self._own_steps:
             part.optimizer = optimizer_tensors(self.optimizer)
         part.residuals = self.learner.residuals()
+        part.host = HostName(socket.gethostname(), self.learner.host_number)
         return part
+
+    def network_facts(self, parts: Mapping[int, LearnerSnapshot]) -> dict[str, Any]:
+        self._hosts |= {learner: part.host for learner, part in parts.items() if part.host.name}
+        moved = {learner: part.traffic for learner, part in parts.items() if part.traffic is not None}
+        return served_facts(self._hosts, moved, self.learner.server_hosts)
 
     def _on_pause(self, pause: EnterPause) -> bool:
         if not pause.lead:

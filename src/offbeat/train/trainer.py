@@ -28,7 +28,7 @@ from offbeat.number_format import finite_or_none, format_size
 from offbeat.policies.damping import CORRECT
 from offbeat.processes.watchdog import Phase
 from offbeat.runs.learning import Sign, sign_of, warning_of
-from offbeat.runs.metrics import reached_at
+from offbeat.runs.metrics import mean_delay, reached_at
 from offbeat.runs.run_folder import TARGET, RunDir
 from offbeat.server.learner.leased_loader import seed_of
 from offbeat.strategy import SERVER, family_of
@@ -64,6 +64,7 @@ class TrainingState:
     held: int = 0  # samples of epochs that are over, computed, whose update is not full yet
     staleness: float | None = None
     gradients: int = 0  # over how many that is the mean
+    delays: dict[str, int] = field(default_factory=dict)  # minibatches from a push to its answer, and how often
     epoch_end: bool = False
     halt: bool = False
     shares: tuple[float, ...] = ()
@@ -557,6 +558,7 @@ class Trainer:
             "sent_bytes": sum(one.sent for one in moved) if moved else None,
             "received_bytes": sum(one.received for one in moved) if moved else None,
             "staleness": at.staleness,
+            "delay": mean_delay(at.delays),
             "rate": self.pace.rate(max(0, at.update - 1 + self.shift)),
         }
 

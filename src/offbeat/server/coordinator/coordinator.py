@@ -191,6 +191,7 @@ class Coordinator:
         self.unmeasured_pushes: list[tuple[Push, Gradient]] = []  # their drift is not known yet
         self.counts: Counter[str] = Counter()  # pushes by fate
         self.staleness: Counter[int] = Counter()
+        self.delays: Counter[int] = Counter()  # minibatches from a push to taking what answered it, where they overlap
         self.finished = False
         self._out: list[OUTPUT] = []
         self._at_s = 0.0
@@ -288,6 +289,11 @@ class Coordinator:
     def _push_fault(self, message: Push, session: LearnerSession, table: ParameterLayout | None) -> str:
         if table is None:
             return ""
+        if message.delay is not None and message.delay > self.policy.rule.delays[1]:
+            return (
+                f"it took weights {message.delay} minibatches after its push, but under '{self.setting.line}' that is "
+                f"at most {self.policy.rule.delays[1]}"
+            )
         if message.absent and max(message.absent) >= len(table.sizes):
             return (
                 f"it reports no gradient for parameter {max(message.absent)}, but the model has only "
@@ -513,6 +519,8 @@ class Coordinator:
         self._close(session, message.seq)
         session.hyper = message.hyper or session.hyper
         self.counts["received"] += 1
+        if message.delay is not None:
+            self.delays[message.delay] += 1
         gradient = Gradient(
             learner=session.learner,
             slot=-1,
@@ -555,6 +563,7 @@ class Coordinator:
         if self.write is not None:
             record = {"seq": [message.incarnation, message.seq], "batch": gradient.batch}
             record |= {"hyper": gradient.hyper} if gradient.hyper != session.logged else {}
+            record |= {} if message.delay is None else {"delay": message.delay}
         session.logged = gradient.hyper
         event = Pushed(message.learner, self.ticket, message.version, message.samples, drift, message.loss, self._at_s)
         try:
@@ -827,6 +836,7 @@ class Coordinator:
             "memory": self.guard.kept(),
             "gradients": sum(self.staleness.values()),
             "staleness": self.mean_staleness,
+            "delays": [[delay, many] for delay, many in sorted(self.delays.items())],
             "samples": dict(self.leases.samples),
             "held": sum(count for gradient in self.gradients.values() for _, count in gradient.epochs),
             "seconds": pauses.began_s - self.begun_s - pauses.paused_s,

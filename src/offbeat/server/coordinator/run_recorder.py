@@ -296,6 +296,7 @@ class RunRecorder:
             "seconds_per_update": seconds / machine.policy.version if machine.policy.version else None,
             "staleness_mean": machine.mean_staleness,
             "staleness": {str(age): many for age, many in sorted(machine.staleness.items())},
+            "delays": {str(delay): many for delay, many in sorted(machine.delays.items())},
             "skew": {str(many): times for many, times in sorted(machine.grants.skew.items())},
             "pushes": {name: counts[name] for name in ("received", "applied", "dropped", "duplicate", "fenced")},
             "dropped": {name[9:]: many for name, many in counts.items() if name.startswith("dropped: ")},

@@ -62,6 +62,7 @@ class MachineState(msgspec.Struct, kw_only=True):
     begun_s: float
     counts: dict[str, int]
     staleness: dict[int, int]
+    delays: dict[int, int]
     finished: bool
 
 
@@ -115,6 +116,7 @@ def take(machine: Coordinator) -> MachineState:
         unmeasured=machine.unmeasured_pushes,
         counts=machine.counts,
         staleness=machine.staleness,
+        delays=machine.delays,
         **{name: getattr(machine, name) for name in _PLAIN},
     )
 
@@ -146,6 +148,7 @@ def restore(machine: Coordinator, state: MachineState) -> None:
     machine.calls.last, machine.calls._kept = state.calls
     machine.gradients, machine.unmeasured_pushes = state.gradients, state.unmeasured
     machine.counts, machine.staleness = Counter(state.counts), Counter(state.staleness)
+    machine.delays = Counter(state.delays)
     for name in _PLAIN:
         setattr(machine, name, getattr(state, name))
 

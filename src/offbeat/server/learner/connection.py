@@ -264,6 +264,7 @@ class ConnectionState:
         ended_s: float = 0.0,
         sent_bytes: int = 0,
         received_bytes: int = 0,
+        delay: int | None = None,
     ) -> list[Message]:
         """The minibatch is done, and its gradient is in the slot."""
         told = self.version if version is None else version
@@ -282,6 +283,7 @@ class ConnectionState:
             ended_s,
             sent_bytes,
             received_bytes,
+            delay,
         )
         return self._say_answer(answer)
 
@@ -461,6 +463,11 @@ class Connection:
                 if time.monotonic() > end:
                     raise PeerError(f"waited {timeout_s:g} s for {what}")
                 self._await_news()
+
+    def read_pending(self) -> ConnectionState:
+        """The state after all that has come, without waiting for more."""
+        self._read_beside()
+        return self.state
 
     def _pause(self, pause: EnterPause) -> None:
         """Stand still until the pause ends. `on_pause` runs without the lock: the other threads go on."""

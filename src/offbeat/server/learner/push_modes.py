@@ -1,7 +1,8 @@
 """What a learner pushes, and when. The strategy chooses one of three modes.
 
     PushGradient     every policy but those below: the servers make the steps, and the learner waits for their weights
-    PushDelta        local-sgd and DiLoCo: H steps of the learner's own optimizer, then by how much the weights moved
+    PushDelta        local-sgd and DiLoCo: H steps of the learner's own optimizer, then by how much the weights moved;
+                     with `overlap` it computes on while that is answered
     AsyncPushFetch   Downpour: own steps all the time; one thread pushes, one fetches, and computing waits for neither
 
 A push: `gradient_hooks` copies gradients into the learner's slot (`fill`), `optimizer.step()` calls `step`, that calls
@@ -174,6 +175,7 @@ class PushMode(GradientSink):
         absent: tuple[int, ...] = (),
         version: int | None = None,
         finite: bool | None = None,
+        delay: int | None = None,
     ) -> None:
         """The slot is full: say so. What is not finite is not applied, so it is not coded either."""
         finite = self.arena.is_finite(self.state.slot) if finite is None else finite
@@ -199,6 +201,7 @@ class PushMode(GradientSink):
             received_bytes=self.received_bytes - self._told_bytes if by_row else 0,
             began_s=report.began_s - self._start_s,
             ended_s=time.monotonic() - self._start_s,
+            delay=delay,
         )
         self._told_bytes = self.received_bytes
 
@@ -272,46 +275,124 @@ class PushGradientInPlace(PushGradient):
 
 
 class PushDelta(PushMode):
-    """H steps of its own, then a push of by how much they moved the weights."""
+    """H steps of its own, then a push of by how much they moved the weights.
+
+    With `rule.overlaps` it goes on from its own weights x after a push. d steps later, where d is within
+    `rule.delays`, it takes the new weights w', and with them its own change since the push: w' + (x - x at the push).
+    The next push is by how much all H steps moved the weights, those d included. With d = 0 that is the plain form.
+    Where nothing may be in the air (the end of an epoch, a pause, a call to the others) it waits for the new weights.
+    """
 
     def __init__(
         self, connection: Connection, tensors: ModelTensors, rule: LearnerRule, local_step: Callable[[], object]
     ) -> None:
         super().__init__(connection, tensors, rule, local_step)
+        # The weights that it was given last, or, while a push is not answered, its own at that push.
         self._before = [torch.empty_like(p) for p in tensors.trained]
-        self._steps = 0
+        self._steps = 0  # since the last push
         self._computed: PushReport | None = None  # in these steps
+        self._awaits = False  # the new weights, and computes meanwhile
+        self._pushed_as = 0  # the incarnation that awaits them
+        self._delay: int | None = None  # steps between the last push and the new weights
+
+    def is_cancelled(self) -> bool:
+        """While new weights are awaited there is no minibatch to cancel: only its incarnation can be given up."""
+        if self._awaits:
+            return self._pushed_as != self.state.incarnation or self._has_lost_leases()
+        return super().is_cancelled()
+
+    def begin(self) -> None:
+        if self._awaits and self._pushed_as != self.state.incarnation:
+            self._forget_computed()
+        self._take_if_due()
+        if not self._awaits:
+            super().begin()
 
     def load(self, pieces: Pieces, *, extra: bool, exact: bool = False) -> None:
-        super().load(pieces, extra=extra, exact=exact)
+        moved: list[Tensor] = []
         with torch.no_grad():
+            if self._awaits and self._steps and self._pushed_as == self.state.incarnation:
+                moved = [p - before for p, before in zip(self.tensors.trained, self._before, strict=True)]
+            super().load(pieces, extra=extra, exact=exact)
             for before, parameter in zip(self._before, self.tensors.trained, strict=True):
                 before.copy_(parameter)
+            for parameter, change in zip(self.tensors.trained, moved, strict=False):
+                parameter.add_(change)
 
     def step(self, report: PushReport, absent: tuple[int, ...]) -> None:
         self.local_step()
         self._steps += 1
         self._computed = report.after(self._computed)
+        self._take_if_due()
         if self._steps == self.rule.push_every:
-            self.flush()
+            self._push_moved()
 
     def flush(self) -> None:
+        """Nothing is in the air after it: the model has the weights that answer all that it has computed."""
+        if self._awaits:
+            self._take()
+        if self._computed is not None and self.state.working:
+            self._push_moved(waits=True)
+
+    def _push_moved(self, *, waits: bool = False) -> None:
         computed = self._computed
-        if computed is None or not self.state.working:
-            return
+        assert computed is not None
         if self.connection.is_cancelled():
             self._stop(self._forget_computed(), computed.began_s)
             return
         with torch.no_grad():
             for index, (before, parameter) in enumerate(zip(self._before, self.tensors.trained, strict=True)):
                 self.arena.fill(self.state.slot, index, before - parameter)
-        self.push(computed)
+                if self.rule.overlaps:
+                    before.copy_(parameter)
+        delay, self._delay = self._delay, None
+        pushed_as = self.state.incarnation
+        self.push(computed, delay=delay)
         self._forget_computed()
+        self._awaits, self._pushed_as = True, pushed_as
+        if waits:
+            self._take()
+        else:
+            self._take_if_due()
+
+    def _take_if_due(self) -> None:
+        """The new weights, as soon as they are there, but within the delays of the rule."""
+        least, most = self.rule.delays
+        if self._awaits and self._steps >= least and (self._steps >= most or self._have_come()):
+            self._take()
+
+    def _have_come(self) -> bool:
+        """Whether the new weights are here; or whether it is called to a pause, or the run is over: then it waits."""
+        state = self.connection.read_pending()
+        go = state.go
+        if state.pause is not None or state.over or self.connection.end_wanted:
+            return True
+        return go is not None and self.arena.is_here(go.pieces, go.incarnation, go.pin)
+
+    def _take(self) -> None:
+        if self._pushed_as != self.state.incarnation:
+            self._forget_computed()
+        began_s = time.monotonic()
         self.take_go()
+        if self._computed is not None:  # this was no computing
+            waited_s = time.monotonic() - began_s
+            self._computed = self._computed._replace(began_s=self._computed.began_s + waited_s)
+        if self._pushed_as == self.state.incarnation:
+            self._delay = self._steps if self._awaits and self.rule.overlaps else None
+            self._awaits = False
+        else:  # it was given up meanwhile, and has joined again: what it had computed is computed again by others
+            self._forget_computed()
+
+    def cancel(self, began_s: float) -> None:
+        if self._awaits and not self.state.incarnation:  # given up, and not welcome again yet
+            self._forget_computed()
+            self.take_leases()
+        else:
+            super().cancel(began_s)
 
     def _forget_computed(self) -> tuple[int, ...]:
         leases = () if self._computed is None else self._computed.leases
-        self._steps, self._computed = 0, None
+        self._steps, self._computed, self._awaits = 0, None, False
         return leases
 
 

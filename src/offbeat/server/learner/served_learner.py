@@ -54,6 +54,7 @@ from offbeat.server.parameter_layout import (
     write_tensors,
 )
 from offbeat.server.remote.remote_road import RemoteRoad, road_to
+from offbeat.server.remote.spread_arena import SpreadArena
 from offbeat.server.shard import optimizers
 from offbeat.server.wire import MOST_DATA_BYTES, EnterPause, Granted, GroupCallAnswer, Hyper, Message
 
@@ -506,6 +507,17 @@ class ServedLearner(Learner):
         """The servers' weights, in a pause that this learner leads, into a model of the same kind."""
         arena = self._ready()[0].arena
         write_tensors(arena.current()["weights"], model_tensors(model, optimizer)[0].trained)
+
+    @property
+    def host_number(self) -> str:
+        """What tells its host from others: nothing where it is the run's own."""
+        return self._token if isinstance(self._road, RemoteRoad) else ""
+
+    @property
+    def server_hosts(self) -> tuple[str, ...]:
+        """The host of each server, in the same way."""
+        arena = None if self._connection is None else self._connection.arena
+        return arena.server_hosts if isinstance(arena, SpreadArena) else ("",)
 
     def hand_in(self, pause: int, part: bytes) -> None:
         """From another host: what the one who leads a pause is to have of this learner."""

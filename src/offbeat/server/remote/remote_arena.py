@@ -178,6 +178,10 @@ class RemoteArena(Arena):
             self._fetched_bytes = self._bytes.pop(pin, 0)
         return tuple((buffer, version) for _, version in pieces)
 
+    def is_here(self, pieces: Pieces, incarnation: int, pin: int) -> bool:
+        with self._changed:
+            return self._broken or (incarnation, pin) in self._ended
+
     def fetch(self, parts: ModelTensors, pieces: Sequence[tuple[int, int]], *, extra: bool, exact: bool = False) -> int:
         whole = super().fetch(parts, pieces, extra=extra, exact=exact)
         return self._fetched_bytes if self.row_tables and not exact else whole

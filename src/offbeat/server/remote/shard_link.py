@@ -73,6 +73,11 @@ class ShardLink:
         for body in (self._send_all, self._read_all):
             threading.Thread(target=body, name=f"offbeat {body.__name__}", daemon=True).start()
 
+    @property
+    def host(self) -> bytes:
+        """The name that the shard's host gave its places."""
+        return self._host
+
     # --- what the learner does --------------------------------------------------------------------------------------
 
     def begin(self) -> None:

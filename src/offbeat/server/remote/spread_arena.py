@@ -44,6 +44,14 @@ class _Shard(NamedTuple):
     home: ShardRegions | None  # where it is on this host
 
 
+class _EarlyRead(NamedTuple):
+    """Weights that are read before they are awaited."""
+
+    pin: tuple[int, int]  # incarnation and pin
+    thread: threading.Thread
+    found: list[Pieces]  # one, when they are here
+
+
 class SpreadArena(RemoteArena):
     """See the module's text. `beside` is the coordinator's memory, of a learner on its host."""
 
@@ -63,6 +71,7 @@ class SpreadArena(RemoteArena):
         self._connecting = threading.Lock()
         self._buffers_of: dict[int, int] = {}  # thread -> its buffer of weights
         self._has_extra = False
+        self._early: _EarlyRead | None = None  # weights that are read beside computing
         groups = setting.shards if setting.independent else 1
         self._where = torch.zeros(2 * groups, dtype=torch.int64)  # version and buffer of each
         self._home = (FIRST_HOST, beside) if beside is not None else memory_here(table, setting)
@@ -90,6 +99,12 @@ class SpreadArena(RemoteArena):
                     part = slice(*self.table.shard(number, self.setting.shards))
                     self._shards.append(_Shard(part, link, home))
             return self._shards
+
+    @property
+    def server_hosts(self) -> tuple[str, ...]:
+        """The host of each shard by the name of its places, as hexadecimal digits; nothing for the run's own."""
+        hosts = [shard.link.host for shard in self._reached()]
+        return tuple("" if host == FIRST_HOST else host.hex() for host in hosts)
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
@@ -160,18 +175,40 @@ class SpreadArena(RemoteArena):
             if len(data):
                 shard.link.write(Header(Kind.WRITE, region, which, len(data)), data)
 
+    def is_here(self, pieces: Pieces, incarnation: int, pin: int) -> bool:
+        """Asked again and again, they are read meanwhile, by a thread."""
+        early = self._early
+        if early is None or early.pin != (incarnation, pin):
+            fence = self.learner_words[self._learner][1]
+            found: list[Pieces] = []
+            owner = threading.get_ident()
+
+            def read() -> None:
+                with contextlib.suppress(PeerError):  # `awaited` tries again, and says it
+                    found.append(self._fetched(pieces, lambda: fence.get() < incarnation, owner))
+
+            early = self._early = _EarlyRead((incarnation, pin), threading.Thread(target=read, daemon=True), found)
+            early.thread.start()
+        return not early.thread.is_alive()
+
     def awaited(self, pieces: Pieces, incarnation: int, pin: int) -> Pieces:
         fence = self.learner_words[self._learner][1]
-        found = self._fetched(pieces, lambda: fence.get() < incarnation)
+        early, self._early = self._early, None
+        if early is not None:
+            early.thread.join()
+        if early is not None and early.pin == (incarnation, pin) and early.found:
+            found = early.found[0]
+        else:
+            found = self._fetched(pieces, lambda: fence.get() < incarnation)
         if self._beside is None and fence.get() < incarnation:
             with contextlib.suppress(PeerError):  # then this incarnation was given up, which the words say by now
                 self._committed()
         return found
 
-    def _fetched(self, pieces: Pieces, is_wanted: Callable[[], bool]) -> Pieces:
-        """Read what is at these places, into a buffer of this thread's own."""
+    def _fetched(self, pieces: Pieces, is_wanted: Callable[[], bool], owner: int | None = None) -> Pieces:
+        """Read what is at these places, into a buffer of this thread's own, or of the thread that it is read for."""
         with self._connecting:
-            buffer = self._buffers_of.setdefault(threading.get_ident(), len(self._buffers_of))
+            buffer = self._buffers_of.setdefault(owner or threading.get_ident(), len(self._buffers_of))
             if buffer == len(self.weights):
                 self.weights.append(torch.zeros_like(self.weights[0]))
         vector = self.weights[buffer]
