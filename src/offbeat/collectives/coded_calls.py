@@ -28,23 +28,37 @@ class CodedCalls:
         self._coders: dict[str, Coder] = {}
         self._payload = self._gathered = torch.empty(0, dtype=torch.uint8)
 
-    def all_reduce(self, flat: Tensor, codec: Codec, way: Plan, kept: Kept, call: Call, patience: Patience) -> None:
+    def all_reduce(
+        self,
+        flat: Tensor,
+        codec: Codec,
+        way: Plan,
+        kept: Kept,
+        call: Call,
+        patience: Patience,
+        *,
+        feedback: bool = True,
+    ) -> None:
         """The sum of a flat tensor on the CPU, in its place; `call` is what it would be without a codec.
 
-        `way` is the coded plan of a per-transfer codec, and otherwise how payloads are gathered, or added up.
+        `way` is the coded plan of a per-transfer codec, and otherwise how payloads are gathered, or added up. Without
+        `feedback` what is not sent is lost.
         """
         call.plan, call.sizes, call.whole, call.place = way, cut(call.items, way.schedule.chunks), flat, None
+        keeps = codec.biased and feedback
+        if not feedback:
+            kept.residual = None
         gathers = way.schedule.collective == "all-gather"
         own_seed = (kept.calls * self._ranks + self._rank) % _SEEDS
         if codec.kind == PER_TRANSFER and not gathers:
             call.codec, call.seed = codec, own_seed
-            call.residual = kept.values() if codec.biased else None
+            call.residual = kept.values() if keeps else None
             self._runner.run(call, patience)
         else:
             coder = self._coder(codec)
             coder.seed(own_seed if codec.kind == PER_TRANSFER else kept.calls % _SEEDS)
             if gathers:
-                self._gather(coder, codec, flat, way, kept, call, patience)
+                self._gather(coder, codec, flat, way, kept, call, patience, keeps=keeps)
             elif isinstance(coder, PowerSgd) and kept.shapes:
                 self._factors_of_layers(Layers(kept.shapes, coder.rank), flat, way, kept, call, patience)
             elif isinstance(coder, PowerSgd):
@@ -59,7 +73,16 @@ class CodedCalls:
         return self._coders[codec.line]
 
     def _gather(
-        self, coder: Coder, codec: Codec, flat: Tensor, way: Plan, kept: Kept, call: Call, patience: Patience
+        self,
+        coder: Coder,
+        codec: Codec,
+        flat: Tensor,
+        way: Plan,
+        kept: Kept,
+        call: Call,
+        patience: Patience,
+        *,
+        keeps: bool,
     ) -> None:
         """Everybody's payload to everybody, who add them up in the order of ranks."""
         coded = codec.size_bytes(len(flat))
@@ -72,13 +95,14 @@ class CodedCalls:
             self._gathered = torch.empty(each * self._ranks, dtype=torch.uint8)
         parts = {rank: self._gathered[rank * each : rank * each + size] for rank in range(self._ranks)}
         coder.begin_from(len(flat), kept.start)
-        residual = kept.values(coder.residual_items(len(flat))) if codec.biased else None
+        residual = kept.values(coder.residual_items(len(flat))) if keeps else None
         coder.encode(flat, parts[self._rank][:coded], residual)
         kept.start = coder.start_of(len(flat))
         if biases:
             parts[self._rank][behind:].copy_(torch.cat(own).view(torch.uint8))
-            for one in biases:
-                kept.values()[one] = 0.0
+            if residual is not None:
+                for one in biases:
+                    residual[one] = 0.0
         self._runner.run(
             Call(
                 plan=way, dtype=torch.uint8, what=number_of("all_gather", "", torch.uint8), items=size * self._ranks,

@@ -1,0 +1,66 @@
+"""Coded all-reduces of all ranks in one process: the bits of a running group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from collectives.coded_programs import ITEMS, bits, gradient
+from collectives.nursery import Nursery
+from offbeat.collectives.choice import Choice
+from offbeat.collectives.lock_step import LockStep
+from offbeat.collectives.residuals import Kept
+from offbeat.errors import RequestError
+
+CODECS = ("bf16", "fp16", "int8", "int4", "1-bit", "top-k:0.01", "random-k:0.01", "power-sgd:4")
+
+
+def lock_step(line: str, ranks: int, steps: int, *, alike: bool = False) -> list[str]:
+    """The bits of so many sums, the same on all ranks; `alike`: of the same gradients each time."""
+    group, kept, found = LockStep(Choice(line, ranks), ranks), [Kept(ITEMS) for _ in range(ranks)], []
+    for step in range(steps):
+        tensors = [gradient(rank, 0 if alike else step) for rank in range(ranks)]
+        group.sum(tensors, kept)
+        assert len({bits(one) for one in tensors}) == 1
+        found.append(bits(tensors[0]))
+    return found
+
+
+def test_sums_have_the_bits_of_a_running_group(nursery: Nursery) -> None:
+    ranks = 3
+    lines = [f"{name}:codec={codec}" for name in ("ring", "all-to-all") for codec in CODECS]
+    lines += ["tree:codec=int8", "direct:codec=top-k:0.05"]
+    found = nursery.values("coded_sums", ranks=ranks, lines=lines, steps=3, arena_bytes=2**23)
+    for line in lines:
+        assert lock_step(line, ranks, 3) == found[0][line], line
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_without_feedback_nothing_is_carried_to_the_next_sum(codec: str) -> None:
+    line = f"ring:codec={codec}"
+    if codec not in ("random-k:0.01", "power-sgd:4"):  # the places, and the start, differ from call to call
+        assert len(set(lock_step(f"{line},feedback=off", 2, 3, alike=True))) == 1
+    assert len(set(lock_step(line, 2, 3, alike=True))) == 3
+    assert lock_step(f"{line},feedback=off", 2, 2)[1] != lock_step(line, 2, 2)[1]
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("ring:codec=int8:stochastic,feedback=off", "int8:stochastic has no error feedback"),
+        ("ring:feedback=off", "feedback=off needs a codec"),
+        ("ring:codec=int8,feedback=no", "feedback"),
+    ],
+)
+def test_feedback_is_refused_where_it_means_nothing(line: str, why: str) -> None:
+    with pytest.raises(RequestError, match=why):
+        Choice(line, 2)
+
+
+def test_an_error_of_one_rank_ends_the_sum_for_all() -> None:
+    group, kept = LockStep(Choice("ring:codec=top-k:0.1", 2), 2), [Kept(ITEMS), Kept(ITEMS)]
+    kept[1].residual = torch.zeros(ITEMS, dtype=torch.int64)
+    with pytest.raises(RuntimeError):
+        group.sum([gradient(0, 0), gradient(1, 0)], kept)
+    kept[1].residual = None
+    group.sum([gradient(0, 0), gradient(1, 0)], kept)
