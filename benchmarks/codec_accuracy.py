@@ -3,6 +3,7 @@
     python benchmarks/codec_accuracy.py --out codecs.json                       # all rows, seeds 0 1 2
     python benchmarks/codec_accuracy.py --only 'int8|1-bit' --seeds 0 --jobs 2 --out codecs.json
     python benchmarks/codec_accuracy.py --table codecs.json                     # the table of what is there
+    python benchmarks/codec_accuracy.py --table codecs.json --times 10Mbit/s 100Mbit/s 1Gbit/s --target 0.89
 
 Each run is a process of its own, with one thread, that trains in virtual time: it computes what the learners of a real
 run compute (`predict.coded_updates`), one after the other, so nothing depends on what else the machine does. `--equal`
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import re
@@ -128,6 +130,39 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
+def update_s(line: str, size_bytes: int, bandwidth: str, compute_s: float) -> float:
+    """Of an update in virtual time: a minibatch, and then an all-reduce of one bucket. Coding takes no time there."""
+    from offbeat import topology
+    from offbeat.schedules import build, price
+
+    machines = topology.build(f"uniform:bandwidth={bandwidth},latency=100us", ranks=LEARNERS)
+    return compute_s + price(build(line, ranks=LEARNERS), machines, size_bytes).seconds
+
+
+def times(runs: Sequence[dict[str, Any]], given: argparse.Namespace) -> str:
+    """Seconds of an update, and seconds until the end of the first epoch that has the target: the median seed."""
+    from offbeat.runs.metrics import reached_at
+
+    rows = [f"seconds to {100 * given.target:g} %, a minibatch in {1e3 * given.compute_s:g} ms, "
+            f"{4 * given.parameters / 1e3:.0f} kB of gradients (in brackets: ms of an update)"]  # fmt: skip
+    rows.append(f"{'strategy':<42}{'epochs':>7}" + "".join(f"{bandwidth:>22}" for bandwidth in given.times))
+    for line in dict.fromkeys((*LINES, *(run["line"] for run in runs))):
+        alike = [run for run in runs if run["line"] == line]
+        reached = sorted(
+            math.inf if (at := reached_at(run["by_epoch"], given.target)) is None else at + 1 for run in alike
+        )
+        if not alike:
+            continue
+        epochs, updates = reached[len(reached) // 2], alike[0]["updates"] / len(alike[0]["by_epoch"])
+        cells = []
+        for bandwidth in given.times:
+            each_s = update_s(line, 4 * given.parameters, bandwidth, given.compute_s)
+            total = "-" if epochs == math.inf else f"{epochs * updates * each_s:.1f} s"
+            cells.append(f"{total} ({1e3 * each_s:.1f})")
+        rows.append(f"{line:<42}{'-' if epochs == math.inf else epochs:>7}" + "".join(f"{cell:>22}" for cell in cells))
+    return "\n".join(rows)
+
+
 def show_equal() -> None:
     """Train both ways, and compare. Where a codec rounds, one number that differs in its last bit may be rounded to the
     other side, and then the difference is a rounding of the codec."""
@@ -161,6 +196,12 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, of one thread each")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="a line of JSON for each run")
     parser.add_argument("--table", type=Path, metavar="FILE.json", help="only print the table of these runs")
+    parser.add_argument(
+        "--times", nargs="*", default=[], metavar="RATE", help="with --table: the time to --target, too"
+    )
+    parser.add_argument("--target", type=float, default=0.89)
+    parser.add_argument("--compute-s", type=float, default=0.025, help="of a minibatch (default 0.025)")
+    parser.add_argument("--parameters", type=int, default=105_866, help="of the model (default: fashion-cnn's)")
     parser.add_argument("--equal", action="store_true", help="compare with real runs")
     parser.add_argument("--one", metavar="LINE", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -168,6 +209,8 @@ def main() -> None:
         print(json.dumps(one_run(given.recipe, given.one, given.seeds[0], given.set)))
     elif given.table:
         print(table(read(given.table)))
+        if given.times:
+            print("\n" + times(read(given.table), given))
     elif given.equal:
         show_equal()
     else:

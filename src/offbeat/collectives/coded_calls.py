@@ -14,6 +14,7 @@ from offbeat.codecs import PER_TRANSFER, Codec
 from offbeat.codecs.coder import Coder
 from offbeat.codecs.low_rank import Layers, PowerSgd, next_start, orthogonalise
 from offbeat.collectives.calls import Call, Plan, Runner, check_reduction, cut, number_of
+from offbeat.collectives.momentum import Velocity
 from offbeat.collectives.residuals import Kept
 from offbeat.collectives.sync import Patience
 
@@ -46,6 +47,7 @@ class CodedCalls:
         """
         call.plan, call.sizes, call.whole, call.place = way, cut(call.items, way.schedule.chunks), flat, None
         keeps = codec.biased and feedback
+        velocity = Velocity(kept, flat) if codec.row.sends_velocity and feedback and kept.momentum else None
         if not feedback:
             kept.residual = None
         gathers = way.schedule.collective == "all-gather"
@@ -65,6 +67,8 @@ class CodedCalls:
                 self._factors(coder, flat, way, kept, call, patience)
             else:
                 self._values(coder, codec, flat, way, kept, call, patience)
+        if velocity is not None:
+            velocity.end(flat, whole=codec.row.sends_numbers)
         kept.calls += 1
 
     def _coder(self, codec: Codec) -> Coder:

@@ -56,6 +56,7 @@ class LockStep:
         self._met = threading.Barrier(ranks, self._carry_out, timeout=_LIMIT_S)
         self._coded = [CodedCalls(rank, ranks, _Rank(rank, self)) for rank in range(ranks)]
         self._coders: list[dict[str, Coder]] = [{} for _ in range(ranks)]
+        self.sent_bytes = 0  # by all ranks
         self._threads = ThreadPoolExecutor(ranks, "rank") if ranks > 1 else None
 
     def sum(self, tensors: Sequence[Tensor], kept: Sequence[Kept]) -> None:
@@ -99,12 +100,13 @@ class LockStep:
     def _carry_out_all(self, calls: Sequence[Call]) -> None:
         schedule = calls[0].plan.schedule
         if schedule.collective == "all-gather":
+            self.sent_bytes += len(schedule.steps.table) * calls[0].sizes[0]
             for call in calls:
                 for rank, given in enumerate(calls):
                     if given is not call:
                         call.take[rank].copy_(given.give[rank])
             return
-        _Sum(calls, self._coders).run()
+        self.sent_bytes += _Sum(calls, self._coders).run()
 
 
 def _call(items: int, way: Plan) -> Call:
@@ -134,7 +136,9 @@ class _Sum:
         self._bounds = list(pairwise(starts))
         self._payloads: dict[tuple[int, int], Tensor] = {}
 
-    def run(self) -> None:
+    def run(self) -> int:
+        """The bytes that all ranks send."""
+        sent = 0
         for rank, call in enumerate(self._calls):
             if call.codec is not None:
                 self._coder(rank).seed(call.seed)
@@ -147,6 +151,7 @@ class _Sum:
                 self._payloads[source, chunk] if codec else self._read(source, chunk, (source, chunk) in written)
                 for source, _, chunk, _, codec in rows
             ]
+            sent += sum(one.nbytes for one in read)
             for (_, target, chunk, reduce, codec), given in zip(rows, read, strict=True):
                 mine = self._chunk(target, chunk)
                 if not len(mine):
@@ -161,6 +166,7 @@ class _Sum:
             for target, chunk in sorted(written):
                 if (step, chunk) in self._encodes[target]:
                     self._encode(target, chunk, self._encodes[target][step, chunk])
+        return sent
 
     def _chunk(self, rank: int, chunk: int) -> Tensor:
         whole = self._calls[rank].whole

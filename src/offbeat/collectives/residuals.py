@@ -17,6 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offbeat.errors import RequestError
 
+_ALSO = ("start", "velocity", "sent")  # beside the residual, in a checkpoint
+
 
 @dataclass(slots=True)
 class Kept:
@@ -27,6 +29,9 @@ class Kept:
     residual: Tensor | None = None
     start: Tensor | None = None
     shapes: tuple[tuple[int, ...], ...] = ()  # of the tensors that it is made of, where they are known
+    momentum: float = 0.0  # of the optimizer, where codecs are to send velocities; see `momentum`
+    velocity: Tensor | None = None
+    sent: Tensor | None = None  # the sum of the last call
 
     def biases(self) -> list[slice]:
         """Where the tensors of one dimension or none are."""
@@ -95,8 +100,10 @@ class Residuals:
             found[f"{number}.calls"] = torch.tensor([kept.items, kept.calls])
             if kept.residual is not None:
                 found[f"{number}.residual"] = kept.residual
-            if kept.start is not None:
-                found[f"{number}.start"] = kept.start
+            for name in _ALSO:
+                tensor = getattr(kept, name)
+                if tensor is not None:
+                    found[f"{number}.{name}"] = tensor
         return found
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -105,13 +112,7 @@ class Residuals:
         number = 0
         while f"{number}.calls" in state:
             items, calls = (int(count) for count in state[f"{number}.calls"])
-            residual, start = state.get(f"{number}.residual"), state.get(f"{number}.start")
-            self._given.append(
-                Kept(
-                    items,
-                    calls,
-                    None if residual is None else residual.clone(),
-                    None if start is None else start.clone(),
-                )
-            )
+            given = {name: state.get(f"{number}.{name}") for name in ("residual", *_ALSO)}
+            copies = {name: one.clone() for name, one in given.items() if one is not None}
+            self._given.append(Kept(items, calls, **copies))
             number += 1

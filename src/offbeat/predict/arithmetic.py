@@ -27,6 +27,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.utils.data import default_collate
 
 from offbeat.codecs.feedback import Feedback, Rounded
+from offbeat.collectives.momentum import momentum_of
 from offbeat.policies import Policy, create
 from offbeat.policies.damping import CORRECT
 from offbeat.predict.coded_updates import CodedUpdates, order_of_gradients
@@ -350,6 +351,11 @@ class Arithmetic:
             pairs = self._reduce(self._coded, pairs)
         self._make(pairs, update)
 
+    @property
+    def reduced_bytes(self) -> int | None:
+        """What all learners sent in coded all-reduces; None where these are not made here, but priced."""
+        return None if self._coded is None else self._coded.sent_bytes
+
     def _coded_updates(self) -> CodedUpdates | None:
         """Where gradients are all-reduced with a codec."""
         trainer = self.trainer
@@ -362,7 +368,7 @@ class Arithmetic:
         end()
         load_buffers(trainer.model, self._first_buffers)
         left = [index for index in range(len(trained)) if index not in ready]
-        return CodedUpdates(line, trainer.learners, trained, [*ready, *left])
+        return CodedUpdates(line, trainer.learners, trained, [*ready, *left], momentum_of(trainer.optimizer))
 
     def _reduce(self, coded: CodedUpdates, pairs: Sequence[tuple[Minibatch, float]]) -> list[tuple[Minibatch, float]]:
         """One gradient in the place of all: what each learner has after their all-reduce."""

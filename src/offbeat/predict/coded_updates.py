@@ -22,10 +22,13 @@ _BUCKET_BYTES = 25 * 1024 * 1024  # DDP's default
 
 
 class CodedUpdates:
-    """Of a model with these parameters. `ready` is the order in which their gradients are there."""
+    """Of a model with these parameters. `ready` is the order in which their gradients are there, `momentum` the
+    optimizer's (`collectives.momentum`)."""
 
-    def __init__(self, line: str, learners: int, parameters: Sequence[Tensor], ready: Sequence[int]) -> None:
-        self._learners, self._parameters = learners, parameters
+    def __init__(
+        self, line: str, learners: int, parameters: Sequence[Tensor], ready: Sequence[int], momentum: float = 0.0
+    ) -> None:
+        self._learners, self._parameters, self._momentum = learners, parameters, momentum
         self._group = LockStep(Choice(line, learners), learners)
         self._offsets = [0]
         for one in parameters:
@@ -34,10 +37,15 @@ class CodedUpdates:
         self._ready = list(ready)
         self._updates = 0
 
+    @property
+    def sent_bytes(self) -> int:
+        """By all learners, so far."""
+        return self._group.sent_bytes
+
     def _cut(self, order: Sequence[int], limits: list[int]) -> list[_Bucket]:
         tensors = [self._parameters[index] for index in order]
         found, _ = _compute_bucket_assignment_by_size(tensors, limits, [False] * len(order), list(order))
-        return [_Bucket(indices, self._parameters, self._learners) for indices in found]
+        return [_Bucket(indices, self._parameters, self._learners, self._momentum) for indices in found]
 
     def mean(self, gradients: Sequence[Tensor]) -> Tensor:
         """Of the flat gradient of each learner, the parameters one behind the other."""
@@ -60,11 +68,11 @@ class CodedUpdates:
 class _Bucket:
     """Parameters that are sent together, and what each learner has not sent of them yet."""
 
-    def __init__(self, indices: Sequence[int], parameters: Sequence[Tensor], learners: int) -> None:
+    def __init__(self, indices: Sequence[int], parameters: Sequence[Tensor], learners: int, momentum: float) -> None:
         self.indices = list(indices)
         items = sum(parameters[index].numel() for index in indices)
         shapes = tuple(tuple(parameters[index].shape) for index in indices)
-        self.kept = [Kept(items, shapes=shapes) for _ in range(learners)]
+        self.kept = [Kept(items, shapes=shapes, momentum=momentum) for _ in range(learners)]
 
 
 def order_of_gradients(trained: Sequence[nn.Parameter]) -> tuple[list[int], Callable[[], None]]:

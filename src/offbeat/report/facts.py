@@ -126,6 +126,11 @@ class Facts:
         _, there = self.reached(target)
         return None if there is None else there.update
 
+    def sent_to(self, target: float | None) -> int | None:
+        """Bytes that all learners had sent when the accuracy had reached the target."""
+        _, there = self.reached(target)
+        return None if there is None else there.sent_bytes
+
     def reached(self, target: float | None) -> tuple[EvaluationRecord, EvaluationRecord | None]:
         """The evaluation that reached the target, after the one before it: 0 seconds where it was the first."""
         known = [EvaluationRecord(0.0), *(point for point in self.curve if point.accuracy is not None)]
