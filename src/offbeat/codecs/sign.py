@@ -1,8 +1,8 @@
 """1-bit: the sign of each number, and the mean size of each block of 32 (Seide 2014, Karimireddy 2019).
 
-The mean size is the scale that makes the error smallest; it is sent as bf16. A payload is the scales, then the signs, by
-groups of 256 numbers: bit k of byte j of a group is the sign of the number k eighths of the group (rounded up) after
-the j-th; set for a negative one. So an eighth of a whole group is a block, and its signs are the same bit of 32 bytes.
+The mean size is the scale that makes the error smallest; it is sent as bf16. A payload is the scales, then the signs by
+groups of 256: bit k of byte j of a group is the sign of the number k eighths of the group (rounded up) after the j-th;
+set for a negative one. So an eighth of a whole group is a block, and its signs are the same bit of 32 bytes.
 """
 
 from __future__ import annotations
