@@ -112,7 +112,9 @@ class Residuals:
         number = 0
         while f"{number}.calls" in state:
             items, calls = (int(count) for count in state[f"{number}.calls"])
-            given = {name: state.get(f"{number}.{name}") for name in ("residual", *_ALSO)}
-            copies = {name: one.clone() for name, one in given.items() if one is not None}
-            self._given.append(Kept(items, calls, **copies))
+            kept = Kept(items, calls)
+            for name in ("residual", *_ALSO):
+                if f"{number}.{name}" in state:
+                    setattr(kept, name, state[f"{number}.{name}"].clone())
+            self._given.append(kept)
             number += 1

@@ -180,10 +180,6 @@ def _rising(points: Iterable[tuple[float | None, float | None]]) -> tuple[tuple[
     return tuple(kept)
 
 
-def _megabytes(size_bytes: int | None) -> float | None:
-    return None if size_bytes is None else size_bytes / 1e6
-
-
 # The x axes of the error: key, name, label, and where a point is on it.
 _AGAINST: tuple[tuple[str, str, str, Callable[[EvaluationRecord], float | None]], ...] = (
     ("seconds", "time", "training time (s)", lambda point: point.seconds),
