@@ -59,7 +59,8 @@ def chart(race: Mapping[str, Any], title: str, *, by_bytes: bool) -> str:
     return line_chart(
         lines,
         title=title,
-        x_label="sent by all learners, MB" if by_bytes else "simulated time, seconds",
+        subtitle="one seed; a dot is the end",
+        x_label="sent by learners and servers, MB" if by_bytes else "simulated time, seconds",
         y_label="test error",
         target=1 - race["target"],
         target_label=f"target: {100 * race['target']:.0f} % right",

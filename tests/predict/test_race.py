@@ -311,7 +311,7 @@ def test_against_bytes_the_axis_is_logarithmic_where_one_sends_much_less() -> No
     assert (ring.bytes_needed, coded.bytes_needed) == (20_000_000, 1_000_000)
     assert by_bytes([ring, coded]) == [coded, ring]
     both = picture(ring, coded)
-    assert "sent by all learners, MB" in both and "marked at x = 20" in both and "marked at x = 1." in both
+    assert "sent by learners and servers, MB" in both and "marked at x = 20" in both and "marked at x = 1." in both
     assert dots(both) == 2 and "cut at" not in both
     assert "cut at" in picture(ring, sent("async", 25.0))
 

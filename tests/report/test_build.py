@@ -131,7 +131,7 @@ def test_the_error_is_drawn_against_what_was_sent_and_widely_where_runs_differ_m
 
     page = page_of(any_run(tmp_path / "a", metrics=curve(5_000_000)), any_run(tmp_path / "b", metrics=curve(codec)))
     chart = items_of(page)["error-sent"]
-    assert isinstance(chart, LineChart) and chart.x_log == log and chart.x_label == "sent by all learners (MB)"
+    assert isinstance(chart, LineChart) and chart.x_log == log and chart.x_label == "sent by learners and servers (MB)"
     assert [one.points[-1][0] for one in chart.series] == [15.0, 3 * codec / 1e6]
     assert [row[3] for row in table(page, "evaluations").rows][:2] == [5.0, 15.0]
     assert " log" in render(page).partition('data-x="')[2] or not log

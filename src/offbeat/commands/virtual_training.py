@@ -212,7 +212,7 @@ def _facts(
 def _target_facts(target: float, curve: TrainingCurve) -> list[tuple[str, str]]:
     if curve.reached_s is not None:
         at = f"{format_seconds(curve.reached_s)}, {curve.reached_updates:,} updates"
-        sent = f"; learners had sent {format_size(curve.reached_bytes)}" if curve.reached_bytes else ""
+        sent = f"; {format_size(curve.reached_bytes)} had been sent" if curve.reached_bytes else ""
         return [("target", f"{percent(target)} after {at} and {curve.reached_samples:,} samples{sent}")]
     if curve.accuracy is None:
         return [("target", f"{percent(target)} was not reached: this recipe has a loss but no accuracy")]

@@ -96,7 +96,7 @@ class TrainingCurve(NamedTuple):
     waste_share: float
     wait_share: float
     warning: str = ""  # that it does not learn
-    sent_bytes: tuple[int, ...] = ()  # by all learners, up to each of the points
+    sent_bytes: tuple[int, ...] = ()  # by learners and servers together, up to each of the points
     reached_bytes: int | None = None
 
     def against_bytes(self) -> TrainingCurve:
@@ -156,7 +156,7 @@ class RaceResult(NamedTuple):
 
     @property
     def bytes_needed(self) -> int | None:
-        """To the target, by all learners; None: it did not get there."""
+        """To the target, by learners and servers; None: it did not get there."""
         return self.middle.reached_bytes
 
     @property
@@ -386,7 +386,7 @@ def worth_drawing(order: Sequence[RaceResult]) -> list[RaceResult]:
 
 
 def race_chart(order: Sequence[RaceResult], *, title: str, target: float, by_bytes: bool = False) -> str:
-    """The picture of a race: error against time, or against what all learners sent."""
+    """The picture of a race: error against time, or against what was sent."""
     seeds, shown = len(order[0].curves), worth_drawing(order)
     subtitle = f"{seeds} seeds thin, median bold, dots: target reached" if seeds > 1 else "dots: target reached"
     if len(shown) < len(order):
@@ -431,7 +431,7 @@ def chart_of(
         [Line(label, runs[label], marks[label]) for label, _ in lines],
         title=title,
         subtitle="; ".join(notes),
-        x_label="sent by all learners, MB" if by_bytes else "simulated time, seconds",
+        x_label="sent by learners and servers, MB" if by_bytes else "simulated time, seconds",
         y_label="test error",
         target=None if target is None else 1 - target,
         target_label="" if target is None else f"target: {percent(target)} right",

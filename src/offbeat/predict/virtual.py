@@ -87,7 +87,7 @@ class Evaluation(NamedTuple):
     accuracy: float | None
     train_loss: float | None  # since the look before
     test_samples: int | None  # that the accuracy is a share of
-    sent_bytes: int = 0  # of gradients and weights, by all learners, up to then
+    sent_bytes: int = 0  # of gradients and weights, by learners and servers together, up to then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -487,7 +487,7 @@ class VirtualTrainer(Trainer):
         arithmetic.loss_sum, arithmetic.loss_of = 0.0, 0
         point = Evaluation(
             at.seconds, at.update, at.applied, finite_or_none(loss), accuracy, finite_or_none(told), tests,
-            self._sent_bytes,
+            self._sent_bytes + (self._received_bytes if self._family == SERVER else 0),
         )  # fmt: skip
         self.points.append(point)
         if not at.update:

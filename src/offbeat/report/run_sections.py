@@ -145,7 +145,10 @@ def errors(
     drawn_levels = tuple((1 - level, f"target {percent(level)}") for level in levels) if right else ()
     y_label, y_form = ("test error", "percent") if right else ("test loss", "number")
     for key, against, x_label, x_of in _AGAINST:
-        lines = [_rising((x_of(point), _error(point) if right else point.loss) for point in curve) for curve in curves]
+        lines = [
+            _rising((x_of(one, point), _error(point) if right else point.loss) for point in curve)
+            for one, curve in zip(known, curves, strict=True)
+        ]
         series = [Series(name=one.label, points=line) for one, line in zip(known, lines, strict=True) if line]
         ends = [one.points[-1][0] for one in series if one.points[-1][0] > 0]
         if series and (ends or key != "sent"):
@@ -165,7 +168,9 @@ def errors(
     if items:
         items += [_accuracy_table(known, targets), _evaluations(known, curves)]
     items += benchmarks.races(results)
-    text = "Test error over training time, and over what all learners had sent: lower and further left is better."
+    text = (
+        "Test error over training time, and over what learners and servers had sent: lower and further left is better."
+    )
     if drawn_levels:
         text += " The horizontal line is the target: the given accuracy, or the highest that all ranked runs reached."
     return PageSection(key="error", title="Error against time", items=tuple(items), about=text)
@@ -181,10 +186,10 @@ def _rising(points: Iterable[tuple[float | None, float | None]]) -> tuple[tuple[
 
 
 # The x axes of the error: key, name, label, and where a point is on it.
-_AGAINST: tuple[tuple[str, str, str, Callable[[EvaluationRecord], float | None]], ...] = (
-    ("seconds", "time", "training time (s)", lambda point: point.seconds),
-    ("updates", "updates", "updates", lambda point: point.update),
-    ("sent", "bytes sent", "sent by all learners (MB)", lambda point: _megabytes(point.sent_bytes)),
+_AGAINST: tuple[tuple[str, str, str, Callable[[Facts, EvaluationRecord], float | None]], ...] = (
+    ("seconds", "time", "training time (s)", lambda _, point: point.seconds),
+    ("updates", "updates", "updates", lambda _, point: point.update),
+    ("sent", "bytes sent", "sent by learners and servers (MB)", lambda one, point: _megabytes(one.sent_by(point))),
 )
 
 
@@ -230,7 +235,7 @@ def _accuracy_table(known: Sequence[Facts], targets: Mapping[int, float | None])
             Column("target", "percent"),
             Column("time to target (s)", "seconds", DEFINITIONS["time to accuracy"].formula),
             Column("updates to target", "number"),
-            Column("sent to target (MB)", "number", "gradients and weights, by all learners"),
+            Column("sent to target (MB)", "number", "gradients and weights, by learners and servers"),
         ),
         rows=tuple(rows),
     )
@@ -242,7 +247,7 @@ def _evaluations(known: Sequence[Facts], curves: Sequence[Sequence[EvaluationRec
             one.label,
             point.seconds,
             point.update,
-            _megabytes(point.sent_bytes),
+            _megabytes(one.sent_by(point)),
             point.accuracy,
             _error(point),
             point.loss,
@@ -258,7 +263,7 @@ def _evaluations(known: Sequence[Facts], curves: Sequence[Sequence[EvaluationRec
             Column("run"),
             Column("training time (s)", "seconds"),
             Column("updates", "number"),
-            Column("sent (MB)", "number", "gradients and weights, by all learners"),
+            Column("sent (MB)", "number", "gradients and weights, by learners and servers"),
             Column("accuracy", "percent"),
             Column("test error", "percent", DEFINITIONS["error"].formula),
             Column("test loss", "number"),
