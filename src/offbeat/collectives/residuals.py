@@ -45,11 +45,11 @@ class Kept:
     def values(self, items: int | None = None) -> Tensor:
         """The residual, which begins with zeros; of so many items, where a codec needs more than the tensor has."""
         wanted = self.items if items is None else items
-        if self.residual is None or len(self.residual) != wanted:
+        if self.residual is None or len(self.residual) < wanted:
             before, self.residual = self.residual, torch.zeros(wanted)
             if before is not None:  # by another codec
                 self.residual[: self.items] = before[: self.items]
-        return self.residual
+        return self.residual[:wanted]
 
 
 class Residuals:
