@@ -12,7 +12,16 @@ from rich.console import Console
 
 from draw_view import draw, state_after, story
 from offbeat.commands.progress import Progress
-from offbeat.commands.view import View, heading_lines, live_lines, sparkline, summary, to_text, view_for
+from offbeat.commands.view import (
+    View,
+    evaluation_line,
+    heading_lines,
+    live_lines,
+    sparkline,
+    summary,
+    to_text,
+    view_for,
+)
 
 BEGIN: dict[str, Any] = {
     "kind": "begin",
@@ -337,6 +346,14 @@ def test_at_eighty_columns_everything_that_matters_is_there() -> None:
     for word in ("63 %", "epoch  8/12", "left", "accuracy", "best", "samples/s", "waiting", "staleness", "share"):
         assert word in text, word
     assert [line.split()[0] for line in text.splitlines()[-6:]] == ["2", "3", "4", "5", "6", "7"]
+
+
+def test_what_was_sent_stands_beside_the_accuracy() -> None:
+    sent = {**EVALUATED, "sent_bytes": 3_000_000}
+    assert evaluation_line(sent, 12) == EVALUATION_LINE.replace("4.2 s", "sent 3 MB  4.2 s")
+    text = "\n".join(drawn(state_of(BEGIN, progress(0, 5), sent), 120))
+    assert "sent" in text and "3 MB" in text
+    assert "sent" not in "\n".join(drawn(state_of(BEGIN, progress(0, 5), {**EVALUATED, "sent_bytes": None}), 120))
 
 
 def test_a_narrow_terminal_keeps_what_matters_most() -> None:

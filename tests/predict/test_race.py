@@ -13,6 +13,7 @@ from offbeat.predict.race import (
     TrainingCurve,
     advice,
     advised,
+    by_bytes,
     chart_of,
     explain_result,
     ranked,
@@ -294,6 +295,25 @@ def test_there_is_a_dot_where_more_than_half_of_the_seeds_got_there() -> None:
     assert "target: 93.0 % right" in drawn([most, half])
     assert dots(drawn([most])) == 1
     assert dots(drawn([half])) == 0
+
+
+def test_against_bytes_the_axis_is_logarithmic_where_one_sends_much_less() -> None:
+    def sent(strategy: str, megabytes: float) -> RaceResult:
+        one = curve(20.0)
+        sizes = tuple(int(megabytes * part * 1e6) for part in (0.0, 0.2, 1.0))
+        return RaceResult(Contender(strategy, CLUSTER), (one._replace(sent_bytes=sizes, reached_bytes=sizes[1]),))
+
+    def picture(*racers: RaceResult) -> str:
+        lines = [(one.label, list(one.curves)) for one in racers]
+        return chart_of(lines, title="a race", target=0.93, by_bytes=True)
+
+    ring, coded = sent("ring", 100.0), sent("ring:codec=1-bit", 5.0)
+    assert (ring.bytes_needed, coded.bytes_needed) == (20_000_000, 1_000_000)
+    assert by_bytes([ring, coded]) == [coded, ring]
+    both = picture(ring, coded)
+    assert "sent by learners and servers, MB" in both and "marked at x = 20" in both and "marked at x = 1." in both
+    assert dots(both) == 2 and "cut at" not in both
+    assert "cut at" in picture(ring, sent("async", 25.0))
 
 
 def test_a_picture_without_a_target_has_neither_dots_nor_the_line() -> None:

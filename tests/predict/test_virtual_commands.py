@@ -79,10 +79,10 @@ def seconds_each(out: str) -> float:
 def test_a_virtual_run_leaves_what_a_real_one_leaves(offbeat: Offbeat, tmp_path: Path) -> None:
     code, out, _ = offbeat(f"simulate k-async:2 {SHORT} --target 0.2 --run-dir run")
     assert code == 0
-    assert re.search(r"target +20\.0 % after .+ s, \d+ updates and [\d,]+ samples", out)
+    assert re.search(r"target +20\.0 % after .+ s, \d+ updates and [\d,]+ samples; .+ had been sent", out)
     assert left(tmp_path / "run") == [
-        "config.json", "error.svg", "log.jsonl", "machines.json", "metrics.jsonl", "summary.txt", "trace.json",
-        "weights.safetensors",
+        "config.json", "error-by-bytes.svg", "error.svg", "log.jsonl", "machines.json", "metrics.jsonl", "summary.txt",
+        "trace.json", "weights.safetensors",
     ]  # fmt: skip
     log = read_log(tmp_path / "run" / "log.jsonl")
     assert log.run["simulated"] is True and log.spans
@@ -158,6 +158,10 @@ def test_a_race_ranks_advises_and_draws(offbeat: Offbeat, tmp_path: Path) -> Non
     assert found["machines"]["speeds"] == [0.2] and found["training"]["train"]["epochs"] == 1
     assert len(found["strategies"]) == 5 and all(len(one["runs"]) == 2 for one in found["strategies"])
     assert (tmp_path / "race" / "error.svg").read_text().startswith("<svg")
+    assert "sent by learners and servers, MB" in (tmp_path / "race" / "error-by-bytes.svg").read_text()
+    for one in (run for result in found["strategies"] for run in result["runs"]):
+        assert one["sent_bytes"][0] == 0 and sorted(one["sent_bytes"]) == one["sent_bytes"]
+        assert one["reached_bytes"] is None or one["reached_bytes"] in one["sent_bytes"]
 
 
 @pytest.mark.parametrize(

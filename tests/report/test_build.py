@@ -131,6 +131,25 @@ def test_a_very_long_curve_is_thinned_out_and_keeps_its_best_and_last_point(tmp_
     assert table(page, "evaluations").note == "Thinned out: a."
 
 
+@pytest.mark.parametrize(("codec", "log"), [(2_000_000, False), (100_000, True)])
+def test_the_error_is_drawn_against_what_was_sent_and_widely_where_runs_differ_much(
+    tmp_path: Path, codec: int, log: bool
+) -> None:
+    def curve(sent: int) -> list[dict[str, Any]]:
+        return [evaluation(at, float(at), 0.2 * at, sent_bytes=at * sent) for at in (1, 3)]
+
+    page = page_of(any_run(tmp_path / "a", metrics=curve(5_000_000)), any_run(tmp_path / "b", metrics=curve(codec)))
+    chart = items_of(page)["error-sent"]
+    assert isinstance(chart, LineChart) and chart.x_log == log and chart.x_label == "sent by learners and servers (MB)"
+    assert [one.points[-1][0] for one in chart.series] == [15.0, 3 * codec / 1e6]
+    assert [row[3] for row in table(page, "evaluations").rows][:2] == [5.0, 15.0]
+    assert " log" in render(page).partition('data-x="')[2] or not log
+
+
+def test_a_run_that_did_not_count_its_bytes_has_no_chart_of_them(tmp_path: Path) -> None:
+    assert "error-sent" not in items_of(page_of(any_run(tmp_path / "a", metrics=[evaluation(1, 1.0, 0.5)])))
+
+
 def test_without_an_accuracy_the_loss_is_drawn(tmp_path: Path) -> None:
     page = page_of(any_run(tmp_path / "a", metrics=[evaluation(1, 1.0, None, loss=2.0), evaluation(2, 2.0, None)]))
     chart = items_of(page)["error-seconds"]

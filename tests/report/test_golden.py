@@ -293,23 +293,23 @@ COST_4 = 30.0  # 4 devices, 7.5 s
 ROWS: dict[str, tuple[tuple[str, ...], list[tuple[Any, ...]]]] = {
     "accuracy": (
         ("run", "accuracy at the end", "at least", "at most", "best accuracy", "loss at the end", "lowest loss",
-         "target", "time to target (s)", "updates to target"),
+         "target", "time to target (s)", "updates to target", "sent to target (MB)"),
         [
-            ("late", 0.75, None, None, 0.75, 0.5, 0.5, 0.75, 6.0, 3),
-            ("even", EVEN, None, None, EVEN, 0.25, 0.25, 0.75, 10.0, 4),
-            ("stale", None, None, None, None, None, None, None, None, None),
-            ("four", 0.75, *interval(0.75, 64), 0.75, 0.375, 0.375, 0.75, 5.0, 2),
+            ("late", 0.75, None, None, 0.75, 0.5, 0.5, 0.75, 6.0, 3, None),
+            ("even", EVEN, None, None, EVEN, 0.25, 0.25, 0.75, 10.0, 4, None),
+            ("stale", None, None, None, None, None, None, None, None, None, None),
+            ("four", 0.75, *interval(0.75, 64), 0.75, 0.375, 0.375, 0.75, 5.0, 2, None),
         ],
     ),
     "evaluations": (
-        ("run", "training time (s)", "updates", "accuracy", "test error", "test loss"),
+        ("run", "training time (s)", "updates", "sent (MB)", "accuracy", "test error", "test loss"),
         [
-            ("late", 3.0, 2, 0.5, 0.5, 1.0),
-            *[("late", 6.0, 3, 0.75, 0.25, 0.5)] * 2,
-            ("even", 5.0, 2, 0.25, 0.75, 2.0),
-            *[("even", 10.0, 4, EVEN, 1 - EVEN, 0.25)] * 2,
-            ("four", 5.0, 2, 0.75, 0.25, 0.5),
-            ("four", 7.5, 3, 0.75, 0.25, 0.375),
+            ("late", 3.0, 2, None, 0.5, 0.5, 1.0),
+            *[("late", 6.0, 3, None, 0.75, 0.25, 0.5)] * 2,
+            ("even", 5.0, 2, None, 0.25, 0.75, 2.0),
+            *[("even", 10.0, 4, None, EVEN, 1 - EVEN, 0.25)] * 2,
+            ("four", 5.0, 2, None, 0.75, 0.25, 0.5),
+            ("four", 7.5, 3, None, 0.75, 0.25, 0.375),
         ],
     ),
     "races": (

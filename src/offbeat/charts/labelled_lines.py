@@ -54,6 +54,7 @@ from offbeat.errors import RequestError
 from offbeat.number_format import Form
 
 Run = tuple[Point, ...]
+_Span = tuple[float, float, bool]  # of the x axis: from, to, whether it is logarithmic
 
 WIDTH, HEIGHT = 900, 520
 TITLE_SIZE = 18  # of its font
@@ -131,17 +132,21 @@ def line_chart(
     log_y: bool = True,
     subtitle: str = "",
     x_max: float | None = None,
+    log_x: bool = False,
 ) -> str:
     """The chart as SVG. Thin curves are runs, the bold one is their median (see `median_curve`), dots are the marks.
 
     With `log_y` the y axis is logarithmic, in percent if no value is above 1. The x axis ends with the last point,
-    or at `x_max`. A target without a label is called by its value. Raises RequestError if there is nothing to draw.
+    or at `x_max`; with `log_x` it is logarithmic, without points at 0 and below. A target without a label is called by
+    its value. Raises RequestError if there is nothing to draw.
     """
     title, subtitle, x_label, y_label = (clean(text) for text in (title, subtitle, x_label, y_label))
     if not lines:
         raise RequestError("a chart needs at least one line, but there is none; give the results of at least one run")
     if x_max is not None and not abs(x_max) < LARGE:
         raise RequestError(f"x_max is {x_max:g}; it must be a finite number, below {LARGE:g}")
+    if log_x:
+        lines = [line._replace(runs=tuple(tuple(p for p in run if p[0] > 0) for run in line.runs)) for line in lines]
     curves = [_read(number, line, x_max) for number, line in enumerate(lines)]
     seen = [point for curve in curves for run in curve.runs for point in run if x_max is None or point[0] <= x_max]
     if not seen:
@@ -156,7 +161,8 @@ def line_chart(
     y = Scale(low, high, height - 60, 30.0 + (26 if title else 0) + (20 if subtitle else 0), log_y)
     y_ticks = ticks_of(y, form, Y_TICKS)
     target_text = clean(target_label) or ("" if goal is None else f"target {round_text(goal, form)}")
-    span = linear_range([x for x, _ in seen], 0.0, x_max)
+    widths = [x for x, _ in seen]
+    span = (*(log_range(widths) if log_x else linear_range(widths, 0.0, x_max)), log_x)
     x, labels, aim = _arrange(curves, y, left_of(y_ticks) + 8, span, goal, target_text)
 
     about = f"{y_label or 'y'} against {x_label or 'x'}"
@@ -226,7 +232,7 @@ def _cut(run: Run, end: float) -> Run:
 
 
 def _arrange(
-    curves: Sequence[_Curve], y: Scale, left: float, span: tuple[float, float], goal: float | None, target_text: str
+    curves: Sequence[_Curve], y: Scale, left: float, span: _Span, goal: float | None, target_text: str
 ) -> tuple[Scale, list[_Label], _Target | None]:
     """The x axis, the labels of the curves, and the target."""
     crowded: set[int] = set()  # the curves for whose label there was no room inside the plot
@@ -244,9 +250,7 @@ def _arrange(
         crowded |= failed
 
 
-def _widest(
-    curves: Sequence[_Curve], left: float, span: tuple[float, float], crowded: set[int]
-) -> tuple[Scale, set[int]]:
+def _widest(curves: Sequence[_Curve], left: float, span: _Span, crowded: set[int]) -> tuple[Scale, set[int]]:
     """The widest x axis that leaves room for the labels right of it, and whose labels those are.
 
     A label that fits between the end of its curve and the end of the plot is inside. A wider plot has room for more
@@ -255,7 +259,8 @@ def _widest(
     widths = {curve.number: GAP + text_width(curve.text, LABEL_SIZE) for curve in curves}
     beside = set(widths)
     while True:
-        x = Scale(*span, left, WIDTH - 16 - max((widths[number] for number in beside), default=8))
+        low, high, log = span
+        x = Scale(low, high, left, WIDTH - 16 - max((widths[number] for number in beside), default=8), log)
         free = {
             curve.number
             for curve in curves

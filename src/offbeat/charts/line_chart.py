@@ -61,6 +61,7 @@ class LineChart(Figure):
     x_form: Form = "number"
     y_form: Form = "number"
     y_log: bool = False
+    x_log: bool = False  # points at 0 and below are left out
     from_zero: bool = True  # whether the y axis begins at 0
     levels: tuple[tuple[float, str], ...] = ()
 
@@ -117,7 +118,8 @@ def draw_line_chart(chart: LineChart, width: int, name: str) -> str:
     y_ticks = ticks_of(y, chart.y_form, (bottom - top) / 48)
     left = left_of(y_ticks)
     ends = [x for series in chart.series for x, _ in series.points[:1] + series.points[-1:]]
-    x = Scale(*linear_range(ends, 0.012, from_zero=False), left, right)
+    across = log_range(ends) if chart.x_log else linear_range(ends, 0.012, from_zero=False)
+    x = Scale(*across, left, right, chart.x_log)
     x_ticks = ticks_of(x, chart.x_form, max(2.0, (right - left) / 75))
     groups = groups_of(series.group for series in chart.series)
     frame = element("rect", x=left - 6, y=top - 6, width=right - left + 12, height=bottom - top + 12)
@@ -139,7 +141,8 @@ def draw_line_chart(chart: LineChart, width: int, name: str) -> str:
 def _draw_series(chart: LineChart, series: Series, number: int, x: Scale, y: Scale) -> str:
     alike = sum(one.group == series.group and one.style == series.style for one in chart.series)
     many = " many" if alike > 2 else ""
-    points = thin([(x.inside(at), y.inside(value)) for at, value in series.points], (0.0, 1.0), MANY)
+    known = [point for point in series.points if point[0] > 0 or not chart.x_log]
+    points = thin([(x.inside(at), y.inside(value)) for at, value in known], (0.0, 1.0), MANY)
     curve = polyline(points, class_=f"curve {series.style}{many}") if series.style != "dots" and points else ""
     if series.style != "dots" and len(points) > FEW:
         points = _spaced(points, x.first + (number % 4) / 4 * 100, max(60.0, (x.last - x.first) / 7))

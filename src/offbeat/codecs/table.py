@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PER_TRANSFER, PER_TENSOR = "per transfer", "per tensor"
 BLOCK = 256  # items that share a scale
-SIGN_BLOCK = 64  # the same for signs: with more, numbers that are nearly 0 take the size of their neighbours
+SIGN_BLOCK = 32  # the same for signs: with more, numbers that are nearly 0 take the size of their neighbours
 ITEM_BYTES = 4  # of the fp32 numbers that are coded
 ACROSS = "across"  # `codec=int8@across`: between hosts only
 AUTO = "auto"  # `codec=auto`: what is fastest of these, or nothing
@@ -57,6 +57,8 @@ class CodecRow:
     params: tuple[Param, ...] = ()
     examples: tuple[str, ...] = ()
     vectors: Callable[..., tuple[int, ...]] | None = None  # (items, **options): what ranks can add up, in order
+    sends_numbers: bool = False  # as they are, and leaves out others
+    sends_velocity: bool = False  # where the optimizer's momentum is known: see `collectives.momentum`
     spares_biases: bool = False  # tensors of one dimension are sent as they are, where shapes are known
 
     def usage(self) -> str:
@@ -208,14 +210,15 @@ CODECS: dict[str, CodecRow] = {
         ),
         CodecRow(
             name="1-bit",
-            summary="the sign of each number, and the mean size of each block of 64 (Seide et al. 2014)",
+            summary="the sign of each number, and the mean size of each block of 32 (Seide et al. 2014)",
             kind=PER_TENSOR,
             biased=True,
-            size_bytes=lambda items: 4 * _blocks(items, SIGN_BLOCK) + -(-items // 8),
+            size_bytes=lambda items: 2 * _blocks(items, SIGN_BLOCK) + -(-items // 8),
             coder="offbeat.codecs.sign:OneBit",
             error="the norm of a block's error is at most the norm of the block",
             not_finite="a block with NaN or Inf is decoded as NaN",
             spares_biases=True,
+            sends_velocity=True,
             examples=("1-bit",),
         ),
         CodecRow(
@@ -228,6 +231,8 @@ CODECS: dict[str, CodecRow] = {
             error="what is sent is exact; what is not sent is 0",
             not_finite="a tensor with NaN or Inf is decoded with NaN in every place that is sent",
             params=(_SHARE,),
+            sends_velocity=True,
+            sends_numbers=True,
             examples=("top-k:0.01",),
         ),
         CodecRow(

@@ -24,7 +24,7 @@ from offbeat.collectives.links import SlowLink
 from offbeat.errors import RequestError
 from offbeat.number_format import format_rate, format_seconds, format_size
 from offbeat.schedules import Price, algorithms, auto_lines, price
-from offbeat.schedules.algorithms import gather_line, split_codec
+from offbeat.schedules.algorithms import gather_line, keeps_residuals, split_codec
 from offbeat.schedules.coding import LEAST_BYTES
 from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, family_of, with_shape
@@ -189,6 +189,7 @@ class Choice:
         self.line = check(with_shape(line, Counter(self._hosts).values()), ranks, self._hosts)
         self._bare, coded = split_codec(grammar.parse(self.line))
         self._option: CodecOption | None = read_option(coded) if coded else None
+        self.keeps_residuals = keeps_residuals(grammar.parse(self.line))
         row = algorithms().get(self._bare.name)
         self._gathers = row is not None and row.gathers
         self.speeds: dict[str, tuple[float, float]] = {}  # by codec: seconds to encode and to decode an item, here

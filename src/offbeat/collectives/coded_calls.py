@@ -14,6 +14,7 @@ from offbeat.codecs import PER_TRANSFER, Codec
 from offbeat.codecs.coder import Coder
 from offbeat.codecs.low_rank import Layers, PowerSgd, next_start, orthogonalise
 from offbeat.collectives.calls import Call, Plan, Runner, check_reduction, cut, number_of
+from offbeat.collectives.momentum import Velocity
 from offbeat.collectives.residuals import Kept
 from offbeat.collectives.sync import Patience
 
@@ -28,29 +29,46 @@ class CodedCalls:
         self._coders: dict[str, Coder] = {}
         self._payload = self._gathered = torch.empty(0, dtype=torch.uint8)
 
-    def all_reduce(self, flat: Tensor, codec: Codec, way: Plan, kept: Kept, call: Call, patience: Patience) -> None:
+    def all_reduce(
+        self,
+        flat: Tensor,
+        codec: Codec,
+        way: Plan,
+        kept: Kept,
+        call: Call,
+        patience: Patience,
+        *,
+        feedback: bool = True,
+    ) -> None:
         """The sum of a flat tensor on the CPU, in its place; `call` is what it would be without a codec.
 
-        `way` is the coded plan of a per-transfer codec, and otherwise how payloads are gathered, or added up.
+        `way` is the coded plan of a per-transfer codec, and otherwise how payloads are gathered, or added up. Without
+        `feedback` what is not sent is lost.
         """
         call.plan, call.sizes, call.whole, call.place = way, cut(call.items, way.schedule.chunks), flat, None
+        keeps = codec.biased and feedback
+        velocity = Velocity(kept, flat) if codec.row.sends_velocity and feedback and kept.momentum else None
+        if not feedback:
+            kept.residual = None
         gathers = way.schedule.collective == "all-gather"
         own_seed = (kept.calls * self._ranks + self._rank) % _SEEDS
         if codec.kind == PER_TRANSFER and not gathers:
             call.codec, call.seed = codec, own_seed
-            call.residual = kept.values() if codec.biased else None
+            call.residual = kept.values() if keeps else None
             self._runner.run(call, patience)
         else:
             coder = self._coder(codec)
             coder.seed(own_seed if codec.kind == PER_TRANSFER else kept.calls % _SEEDS)
             if gathers:
-                self._gather(coder, codec, flat, way, kept, call, patience)
+                self._gather(coder, codec, flat, way, kept, call, patience, keeps=keeps)
             elif isinstance(coder, PowerSgd) and kept.shapes:
                 self._factors_of_layers(Layers(kept.shapes, coder.rank), flat, way, kept, call, patience)
             elif isinstance(coder, PowerSgd):
                 self._factors(coder, flat, way, kept, call, patience)
             else:
                 self._values(coder, codec, flat, way, kept, call, patience)
+        if velocity is not None:
+            velocity.end(flat, whole=codec.row.sends_numbers)
         kept.calls += 1
 
     def _coder(self, codec: Codec) -> Coder:
@@ -59,7 +77,16 @@ class CodedCalls:
         return self._coders[codec.line]
 
     def _gather(
-        self, coder: Coder, codec: Codec, flat: Tensor, way: Plan, kept: Kept, call: Call, patience: Patience
+        self,
+        coder: Coder,
+        codec: Codec,
+        flat: Tensor,
+        way: Plan,
+        kept: Kept,
+        call: Call,
+        patience: Patience,
+        *,
+        keeps: bool,
     ) -> None:
         """Everybody's payload to everybody, who add them up in the order of ranks."""
         coded = codec.size_bytes(len(flat))
@@ -72,13 +99,14 @@ class CodedCalls:
             self._gathered = torch.empty(each * self._ranks, dtype=torch.uint8)
         parts = {rank: self._gathered[rank * each : rank * each + size] for rank in range(self._ranks)}
         coder.begin_from(len(flat), kept.start)
-        residual = kept.values(coder.residual_items(len(flat))) if codec.biased else None
+        residual = kept.values(coder.residual_items(len(flat))) if keeps else None
         coder.encode(flat, parts[self._rank][:coded], residual)
         kept.start = coder.start_of(len(flat))
         if biases:
             parts[self._rank][behind:].copy_(torch.cat(own).view(torch.uint8))
-            for one in biases:
-                kept.values()[one] = 0.0
+            if residual is not None:
+                for one in biases:
+                    residual[one] = 0.0
         self._runner.run(
             Call(
                 plan=way, dtype=torch.uint8, what=number_of("all_gather", "", torch.uint8), items=size * self._ranks,

@@ -544,7 +544,7 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
             since_ns=since, iteration=iteration,
         )  # fmt: skip
         kept = Kept(tensor.numel()) if coded[0] is NONE else self.residuals.of(tensor)
-        self._coded.all_reduce(flat.tensor, *coded, kept, call, patience)
+        self._coded.all_reduce(flat.tensor, *coded, kept, call, patience, feedback=self._choice.keeps_residuals)
         if self._transport.hosts is not None:
             self._large = coded[1]
         if reduction == "mean":

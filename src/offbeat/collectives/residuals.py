@@ -17,6 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offbeat.errors import RequestError
 
+_ALSO = ("start", "velocity", "sent")  # beside the residual, in a checkpoint
+
 
 @dataclass(slots=True)
 class Kept:
@@ -27,6 +29,9 @@ class Kept:
     residual: Tensor | None = None
     start: Tensor | None = None
     shapes: tuple[tuple[int, ...], ...] = ()  # of the tensors that it is made of, where they are known
+    momentum: float = 0.0  # of the optimizer, where codecs are to send velocities; see `momentum`
+    velocity: Tensor | None = None
+    sent: Tensor | None = None  # the sum of the last call
 
     def biases(self) -> list[slice]:
         """Where the tensors of one dimension or none are."""
@@ -40,11 +45,11 @@ class Kept:
     def values(self, items: int | None = None) -> Tensor:
         """The residual, which begins with zeros; of so many items, where a codec needs more than the tensor has."""
         wanted = self.items if items is None else items
-        if self.residual is None or len(self.residual) != wanted:
+        if self.residual is None or len(self.residual) < wanted:
             before, self.residual = self.residual, torch.zeros(wanted)
             if before is not None:  # by another codec
                 self.residual[: self.items] = before[: self.items]
-        return self.residual
+        return self.residual[:wanted]
 
 
 class Residuals:
@@ -95,8 +100,10 @@ class Residuals:
             found[f"{number}.calls"] = torch.tensor([kept.items, kept.calls])
             if kept.residual is not None:
                 found[f"{number}.residual"] = kept.residual
-            if kept.start is not None:
-                found[f"{number}.start"] = kept.start
+            for name in _ALSO:
+                tensor = getattr(kept, name)
+                if tensor is not None:
+                    found[f"{number}.{name}"] = tensor
         return found
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -105,13 +112,9 @@ class Residuals:
         number = 0
         while f"{number}.calls" in state:
             items, calls = (int(count) for count in state[f"{number}.calls"])
-            residual, start = state.get(f"{number}.residual"), state.get(f"{number}.start")
-            self._given.append(
-                Kept(
-                    items,
-                    calls,
-                    None if residual is None else residual.clone(),
-                    None if start is None else start.clone(),
-                )
-            )
+            kept = Kept(items, calls)
+            for name in ("residual", *_ALSO):
+                if f"{number}.{name}" in state:
+                    setattr(kept, name, state[f"{number}.{name}"].clone())
+            self._given.append(kept)
             number += 1

@@ -105,6 +105,7 @@ def evaluation_line(record: Record, epochs: int) -> str:
         _if_known("waiting {}", whole_percent, record.get("wait_share")),
         _if_known("staleness {}", "{:.2f}".format, record.get("staleness")),
         _if_known("consensus distance {}", _consensus, record.get("consensus")),
+        _if_known("sent {}", format_size, record.get("sent_bytes") or None),
         _if_known("{}", _seconds, record.get("seconds")),
     ]
     return "  ".join(chain.from_iterable(parts))
@@ -413,10 +414,11 @@ def evaluation_table(state: Progress, width: int, most: int) -> list[Line]:
         column("update", "update", "{:,}".format, 5),
         column("loss", "loss", _loss, 2),
         column("accuracy", "accuracy", percent, 1),
-        column("train loss", "train_loss", _loss, 8),
+        column("train loss", "train_loss", _loss, 9),
         column("samples/s", "samples_per_s", _number, 4),
         column("waiting", "wait_share", whole_percent, 6),
-        column("staleness", "staleness", "{:.2f}".format, 7),
+        column("staleness", "staleness", "{:.2f}".format, 8),
+        column("sent", "sent_bytes", format_size, 7),
         column("time", "seconds", _seconds, 3),
     ]
     return _table(columns, width) if shown else []

@@ -26,7 +26,7 @@ from offbeat.commands.base import (
 )
 from offbeat.commands.machine_options import machines_of
 from offbeat.errors import RequestError
-from offbeat.number_format import format_seconds, percent
+from offbeat.number_format import format_seconds, format_size, percent
 from offbeat.policies.damping import CORRECT
 from offbeat.predict import race
 from offbeat.predict.race import Contender, RaceResult, TrainingCurve
@@ -44,6 +44,7 @@ ROWS = 12  # of the table of a run
 WIDE = 100  # columns, from which on the whole table of a race is shown
 SECTIONS = ("model", "data", "train")  # of a recipe: the rest of it is about real machines
 FIELDS = ("staleness",)  # but for this
+ERROR_BY_BYTES = "error-by-bytes.svg"  # beside error.svg, which is by time
 QUIET_S = 10.0  # before the first plain line, and between two
 
 
@@ -148,12 +149,15 @@ def simulate_recipe(given: argparse.Namespace, strategy: str) -> None:
     if curve.points:
         title = f"{strategy}: {training.machines.title(config.name)}"
         write_file(run.path / "error.svg", race.chart_of([(strategy, [curve])], title=title, target=given.target))
+        if curve.sent_bytes[-1]:
+            by_bytes = race.chart_of([(strategy, [curve])], title=title, target=given.target, by_bytes=True)
+            write_file(run.path / ERROR_BY_BYTES, by_bytes)
     cluster = training.machines.cluster
 
     def show(out: Terminal) -> None:
         heading(out, f"{strategy}, {count_of(cluster.learners, 'learner')}, {cluster.law.text}, seed {given.seed}: "
                      f"{config.name} in virtual time")  # fmt: skip
-        table(out, ("seconds", "updates", "samples", "test loss", "right"), _rows(outcome), text=())
+        table(out, ("seconds", "updates", "samples", "sent", "test loss", "right"), _rows(outcome), text=())
         out.print()
         facts(out, _facts(given.target, outcome, curve, took, run.path))
 
@@ -169,6 +173,7 @@ def _rows(outcome: VirtualRun) -> list[tuple[str, ...]]:
             f"{point.seconds:,.4g}",
             f"{point.update:,}",
             f"{point.samples:,}",
+            format_size(point.sent_bytes),
             "not finite" if point.loss is None else f"{point.loss:.4f}",
             "" if point.accuracy is None else percent(point.accuracy),
         )
@@ -207,7 +212,8 @@ def _facts(
 def _target_facts(target: float, curve: TrainingCurve) -> list[tuple[str, str]]:
     if curve.reached_s is not None:
         at = f"{format_seconds(curve.reached_s)}, {curve.reached_updates:,} updates"
-        return [("target", f"{percent(target)} after {at} and {curve.reached_samples:,} samples")]
+        sent = f"; {format_size(curve.reached_bytes)} had been sent" if curve.reached_bytes else ""
+        return [("target", f"{percent(target)} after {at} and {curve.reached_samples:,} samples{sent}")]
     if curve.accuracy is None:
         return [("target", f"{percent(target)} was not reached: this recipe has a loss but no accuracy")]
     return [
@@ -229,6 +235,7 @@ def _as_json(
         "target_seconds": curve.reached_s,
         "target_updates": curve.reached_updates,
         "target_samples": curve.reached_samples,
+        "target_bytes": curve.reached_bytes,
         "accuracy": curve.accuracy,
         "test_samples": curve.test_samples,
         "warning": curve.warning or None,
@@ -284,6 +291,10 @@ def race_recipe(given: argparse.Namespace, strategies: Sequence[str]) -> None:
     lines = race.advice(results, given.target, describe(machines))
     title = training.machines.title(config.name)
     write_file(folder / "error.svg", race.race_chart(order, title=title, target=given.target))
+    sends = any(curve.sent_bytes[-1] for result in results for curve in result.curves)
+    if sends:
+        by_bytes = race.race_chart(race.by_bytes(order), title=title, target=given.target, by_bytes=True)
+        write_file(folder / ERROR_BY_BYTES, by_bytes)
     told = {
         "recipe": given.recipe,
         "training": json.loads(as_json(config)),
@@ -302,12 +313,14 @@ def race_recipe(given: argparse.Namespace, strategies: Sequence[str]) -> None:
         heading(out, f"{title}, to {percent(given.target)}, {count_of(seeds, 'seed')} from {given.seed}")
         rate = f"learning rate: {_rate_of(config)}; the ranking may depend on it, so try half and twice as much"
         say(out, *lines, rate, "")
-        columns = ("to target", "fastest", "slowest", "updates", "at the end", "staleness")
+        columns = ("to target", "fastest", "slowest", "updates", "sent", "at the end", "staleness")
         shown = range(len(columns)) if out.width >= WIDE else (0, 4, 5)
         rows = [(result.label, *(_cells(result)[at] for at in shown)) for result in order]
         table(out, ("strategy", *(columns[at] for at in shown)), rows, wrapped=(0,))
         say(out, *(f"{result.label}: {race.explain_result(result)}" for result in order), "")
         say(out, f"error against time: {folder / 'error.svg'}; every point: {folder / 'race.json'}")
+        if sends:
+            say(out, f"error against bytes sent: {folder / ERROR_BY_BYTES}")
         say(out, f"computed in {format_seconds(took)}", style="dim")
 
     answer(given, told, show)
@@ -327,4 +340,5 @@ def _cells(result: RaceResult) -> tuple[str, ...]:
     times = (result.median_s, result.times[0], result.times[-1])
     reached = ("not reached" if seconds == math.inf else format_seconds(seconds) for seconds in times)
     updates = "-" if result.median_updates is None else f"{result.median_updates:,}"
-    return *reached, updates, result.accuracy_text, f"{result.staleness:.1f}"
+    sent = "-" if result.bytes_needed is None else format_size(result.bytes_needed)
+    return *reached, updates, sent, result.accuracy_text, f"{result.staleness:.1f}"

@@ -27,15 +27,18 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.utils.data import default_collate
 
 from offbeat.codecs.feedback import Feedback, Rounded
+from offbeat.collectives.momentum import momentum_of
 from offbeat.policies import Policy, create
 from offbeat.policies.damping import CORRECT
+from offbeat.predict.coded_updates import CodedUpdates, order_of_gradients
 from offbeat.predict.timelines import LossAndDrift, Minibatch, Update
 from offbeat.server.learner.leased_loader import SampleOrder
 from offbeat.server.shard import optimizers
 from offbeat.server.shard.in_process import InProcessServer
 from offbeat.server.wire import Hyper
 from offbeat.simulate.sample_source import Batch, count_samples
-from offbeat.strategy import SERVER, family_of
+from offbeat.spec import parse
+from offbeat.strategy import ALL_REDUCE, SERVER, family_of
 from offbeat.train.learner_snapshot import buffers_of, load_buffers
 from offbeat.train.learning_rate import WHOLE
 from offbeat.train.norms import average_buffers
@@ -103,7 +106,8 @@ class Arithmetic:
         scale = None if trainer.precision.scaler is None else trainer.precision.scaler.state()
         self._see_buffers()
         self.why_alone = "asked for" if alone else self._try()
-        self.as_one &= rule.codec is None  # each gradient is coded by itself
+        self._coded = self._coded_updates()
+        self.as_one &= rule.codec is None and self._coded is None  # each gradient is coded by itself
         if trainer.precision.scaler is not None and scale is not None:
             trainer.precision.scaler.load(scale)  # trials are no minibatches
 
@@ -352,7 +356,41 @@ class Arithmetic:
             self.not_finite += sum(work.samples for work in lost)
             self.replica.drop([work.number for work in lost])
         self._encode([work for work, _ in pairs])
+        if self._coded is not None and pairs:
+            pairs = self._reduce(self._coded, pairs)
         self._make(pairs, update)
+
+    @property
+    def reduced_bytes(self) -> int | None:
+        """What all learners sent in coded all-reduces; None where these are not made here, but priced."""
+        return None if self._coded is None else self._coded.sent_bytes
+
+    def _coded_updates(self) -> CodedUpdates | None:
+        """Where gradients are all-reduced with a codec."""
+        trainer = self.trainer
+        line = trainer.config.sync
+        if family_of(line) != ALL_REDUCE or "codec" not in dict(parse(line).options) or trainer.learners < 2:
+            return None
+        trained = self.replica.parts.trained
+        ready, end = order_of_gradients(trained)
+        self._backward(((0, 0, min(2 * trainer.config.train.accumulate, trainer.samples)),))
+        end()
+        load_buffers(trainer.model, self._first_buffers)
+        left = [index for index in range(len(trained)) if index not in ready]
+        return CodedUpdates(line, trainer.learners, trained, [*ready, *left], momentum_of(trainer.optimizer))
+
+    def _reduce(self, coded: CodedUpdates, pairs: Sequence[tuple[Minibatch, float]]) -> list[tuple[Minibatch, float]]:
+        """One gradient in the place of all: what each learner has after their all-reduce."""
+        replica, first = self.replica, pairs[0][0]
+        gradients = [replica.slots[work.number] for work, _ in pairs]
+        for gradient, (_, scale) in zip(gradients, pairs, strict=True):
+            if scale != 1.0:
+                gradient.mul_(scale)
+        absent = frozenset.intersection(*(replica.absent(work.number) for work, _ in pairs))
+        mean = coded.mean([gradient.cpu() for gradient in gradients]).to(gradients[0].device)
+        replica.drop([work.number for work, _ in pairs])
+        replica.put_gradient(first.number, mean, absent)
+        return [(first, 1.0)]
 
     def _encode(self, works: Sequence[Minibatch]) -> None:
         """Gradients become what the servers decode. Those of a learner are applied in the order in which it pushes."""

@@ -29,6 +29,7 @@ ALIKE = 1.05  # medians this close are not told apart
 FAR = 1.15  # medians beyond this are, even if the times of some seeds overlap
 PARTS = 40  # of the time, in a picture
 SEEN = 3  # times the fastest one's time: what comes later is not in the picture, or the fast ones would not be
+WIDE = 5  # times as many bytes as another strategy sends: then the axis of bytes is logarithmic
 DRAWN = 6  # lines in the picture, at most: more cannot be told from each other
 
 
@@ -95,6 +96,14 @@ class TrainingCurve(NamedTuple):
     waste_share: float
     wait_share: float
     warning: str = ""  # that it does not learn
+    sent_bytes: tuple[int, ...] = ()  # by learners and servers together, up to each of the points
+    reached_bytes: int | None = None
+
+    def against_bytes(self) -> TrainingCurve:
+        """The same with megabytes sent in the place of seconds."""
+        points = [(sent / 1e6, right) for sent, (_, right) in zip(self.sent_bytes, self.points, strict=True)]
+        reached = None if self.reached_bytes is None else self.reached_bytes / 1e6
+        return self._replace(points=tuple(points), reached_s=reached)
 
 
 def checked(curve: TrainingCurve, name: str, target: float) -> TrainingCurve:
@@ -146,6 +155,11 @@ class RaceResult(NamedTuple):
         return sorted(updates)[len(self.curves) // 2] if len(self.curves) // 2 < len(updates) else None
 
     @property
+    def bytes_needed(self) -> int | None:
+        """To the target, by learners and servers; None: it did not get there."""
+        return self.middle.reached_bytes
+
+    @property
     def samples_needed(self) -> float:
         return math.inf if self.middle.reached_samples is None else self.middle.reached_samples
 
@@ -189,6 +203,7 @@ class RaceResult(NamedTuple):
             "strategy": self.strategy,
             "variant": self.variant,
             "seconds_to_target": None if self.median_s == math.inf else self.median_s,
+            "bytes_to_target": self.bytes_needed,
             "samples_per_s": self.samples_per_s,
             "accuracy": self.accuracy,
             "test_samples": self.test_samples,
@@ -213,6 +228,11 @@ def ranked(results: Sequence[RaceResult]) -> list[RaceResult]:
     """The fastest first; those that did not get there by where they ended, as far as that can be told apart."""
     there = sorted((one for one in results if one.median_s < math.inf), key=lambda one: one.median_s)
     return [*there, *(one for tied in not_there(results) for one in tied)]
+
+
+def by_bytes(order: Sequence[RaceResult]) -> list[RaceResult]:
+    """For a picture: those that sent the fewest bytes to the target first; the others as they are."""
+    return sorted(order, key=lambda one: math.inf if one.bytes_needed is None else one.bytes_needed)
 
 
 def not_there(results: Sequence[RaceResult]) -> list[list[RaceResult]]:
@@ -365,45 +385,58 @@ def worth_drawing(order: Sequence[RaceResult]) -> list[RaceResult]:
     return [*order[: DRAWN - 1], *plain]
 
 
-def race_chart(order: Sequence[RaceResult], *, title: str, target: float) -> str:
-    """The picture of a race: error against time."""
+def race_chart(order: Sequence[RaceResult], *, title: str, target: float, by_bytes: bool = False) -> str:
+    """The picture of a race: error against time, or against what was sent."""
     seeds, shown = len(order[0].curves), worth_drawing(order)
     subtitle = f"{seeds} seeds thin, median bold, dots: target reached" if seeds > 1 else "dots: target reached"
     if len(shown) < len(order):
         subtitle = f"{len(shown)} of {len(order)}, {subtitle}"
-    return chart_of([(one.label, one.curves) for one in shown], title=title, target=target, subtitle=subtitle)
+    lines = [(one.label, one.curves) for one in shown]
+    return chart_of(lines, title=title, target=target, subtitle=subtitle, by_bytes=by_bytes)
 
 
 def chart_of(
-    lines: Sequence[tuple[str, Sequence[TrainingCurve]]], *, title: str, target: float | None, subtitle: str = ""
+    lines: Sequence[tuple[str, Sequence[TrainingCurve]]],
+    *,
+    title: str,
+    target: float | None,
+    subtitle: str = "",
+    by_bytes: bool = False,
 ) -> str:
-    """Error against simulated time, as an SVG. Where looks are close together, each point is the mean of some."""
+    """Error against simulated time, or what was sent, as an SVG. Where evaluations are close, points are means."""
+    if by_bytes:
+        lines = [(label, [curve.against_bytes() for curve in curves]) for label, curves in lines]
     notes = [subtitle] if subtitle else []
     marks = {label: _mark(curves, target) for label, curves in lines}
     reached = [mark[0] for mark in marks.values() if mark is not None]
     longest = max(curve.points[-1][0] for _, curves in lines for curve in curves if curve.points)
-    x_max = min(longest, 1.3 * max(reached), SEEN * min(reached)) if reached and len(lines) > 1 else longest
+    ends = [curve.points[-1][0] for _, curves in lines for curve in curves if curve.points and curve.points[-1][0]]
+    log_x = by_bytes and max(ends, default=0.0) > WIDE * min(ends, default=0.0)
+    cuts = reached and len(lines) > 1 and not log_x
+    x_max = min(longest, 1.3 * max(reached), SEEN * min(reached)) if cuts else longest
     if x_max < longest:
-        notes.append(f"cut at {SEEN}x the fastest" if x_max < max(reached) else "cut after the last dot")
+        first = "smallest" if by_bytes else "fastest"
+        notes.append(f"cut at {SEEN}x the {first}" if x_max < max(reached) else "cut after the last dot")
     part = x_max / PARTS
     runs = {
         label: tuple(tuple((at, 1 - right) for at, right in curve.points) for curve in curves if curve.points)
         for label, curves in lines
     }
-    if any(sum(0 < at <= x_max for at, _ in run) > PARTS // 2 for some in runs.values() for run in some):
+    if not log_x and any(sum(0 < at <= x_max for at, _ in run) > PARTS // 2 for some in runs.values() for run in some):
         runs = {label: tuple(_evened(run, part) for run in some) for label, some in runs.items()}
-        notes.append(f"means of {part:.2g} s")
+        notes.append(f"means of {part:.2g} {'MB' if by_bytes else 's'}")
     from offbeat.charts import Line, line_chart  # only who draws loads them
 
     return line_chart(
         [Line(label, runs[label], marks[label]) for label, _ in lines],
         title=title,
         subtitle="; ".join(notes),
-        x_label="simulated time, seconds",
+        x_label="sent by learners and servers, MB" if by_bytes else "simulated time, seconds",
         y_label="test error",
         target=None if target is None else 1 - target,
         target_label="" if target is None else f"target: {percent(target)} right",
-        x_max=x_max or None,
+        x_max=None if log_x else x_max or None,
+        log_x=log_x,
     )
 
 

@@ -87,6 +87,7 @@ class Evaluation(NamedTuple):
     accuracy: float | None
     train_loss: float | None  # since the look before
     test_samples: int | None  # that the accuracy is a share of
+    sent_bytes: int = 0  # of gradients and weights, by learners and servers together, up to then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,17 +116,19 @@ class VirtualRun:
     def curve(self, target: float | None) -> TrainingCurve:
         """What a race is told of a run."""
         reached = None if target is None else reached_by(self.points, target)
-        points = [(one.seconds, one.accuracy) for one in self.points if one.accuracy is not None]
+        known = [one for one in self.points if one.accuracy is not None]
         last = self.points[-1]
         return TrainingCurve(
             seed=self.config.seed,
-            points=tuple(points),
+            points=tuple((one.seconds, one.accuracy or 0.0) for one in known),
+            sent_bytes=tuple(one.sent_bytes for one in known),
             reached_s=None if reached is None else reached.seconds,
             reached_updates=None if reached is None else reached.update,
             reached_samples=None if reached is None else reached.samples,
+            reached_bytes=None if reached is None else reached.sent_bytes,
             accuracy=last.accuracy,
             test_samples=last.test_samples,
-            best=highest_reached([accuracy for _, accuracy in points]),
+            best=highest_reached([one.accuracy for one in known if one.accuracy is not None]),
             seconds=last.seconds,
             updates=last.update,
             samples=last.samples,
@@ -459,6 +462,8 @@ class VirtualTrainer(Trainer):
         if self._family == PEERS:
             peers = rule_of(self.config.sync)
             sent = received = coded_bytes(peers.codec, size_bytes) * (self.learners - 1) * peers.sends
+        elif self.arithmetic.reduced_bytes is not None:
+            sent = received = self.arithmetic.reduced_bytes - self._sent_bytes
         elif self._family != SERVER:
             sent = received = _reduced_bytes(self.config.sync, self.learners, size_bytes)
         else:
@@ -484,8 +489,9 @@ class VirtualTrainer(Trainer):
         told = arithmetic.loss_sum / arithmetic.loss_of if arithmetic.loss_of else None
         arithmetic.loss_sum, arithmetic.loss_of = 0.0, 0
         point = Evaluation(
-            at.seconds, at.update, at.applied, finite_or_none(loss), accuracy, finite_or_none(told), tests
-        )
+            at.seconds, at.update, at.applied, finite_or_none(loss), accuracy, finite_or_none(told), tests,
+            self._sent_bytes + (self._received_bytes if self._family == SERVER else 0),
+        )  # fmt: skip
         self.points.append(point)
         if not at.update:
             return

@@ -126,6 +126,16 @@ class Facts:
         _, there = self.reached(target)
         return None if there is None else there.update
 
+    def sent_to(self, target: float | None) -> int | None:
+        """Bytes that had been sent when the accuracy had reached the target."""
+        _, there = self.reached(target)
+        return None if there is None else self.sent_by(there)
+
+    def sent_by(self, point: EvaluationRecord) -> int | None:
+        """Bytes that learners had sent up to an evaluation, and servers to them."""
+        from_servers = (point.received_bytes or 0) if self.family == SERVER else 0
+        return None if point.sent_bytes is None else point.sent_bytes + from_servers
+
     def reached(self, target: float | None) -> tuple[EvaluationRecord, EvaluationRecord | None]:
         """The evaluation that reached the target, after the one before it: 0 seconds where it was the first."""
         known = [EvaluationRecord(0.0), *(point for point in self.curve if point.accuracy is not None)]

@@ -196,7 +196,7 @@ const report = (() => {
       const line = (x1, y1, x2, y2) => shape("line", { x1: at(x1), y1: at(y1), x2: at(x2), y2: at(y2) });
       const text = (px, py, words, anchor) => shape("text", { x: at(px), y: at(py), "text-anchor": anchor }, words);
       const ups = y.log ? logAxis(chart.yForm, y.low, y.high) : axis(chart.yForm, y.low, y.high, (y.first - y.last) / 48);
-      const acrosses = axis(chart.xForm, x.low, x.high, Math.max(2, (x.last - x.first) / 75));
+      const acrosses = x.log ? logAxis(chart.xForm, x.low, x.high) : axis(chart.xForm, x.low, x.high, Math.max(2, (x.last - x.first) / 75));
       const put = (name, nodes) => svg.querySelector(`.${name}`)?.replaceChildren(...nodes);
       put("y-grid", ups.map((tick) => line(x.first, y(tick.value), x.last, y(tick.value))));
       put("y-ticks", ups.map((tick) => text(x.first - 9, y(tick.value) + 4.5, tick.text, "end")));

@@ -5,7 +5,7 @@ Laws are those of build.py, which puts the page together. What it must not know:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from offbeat.charts import BarChart, Bars, LineChart, Series, ShareChart
 from offbeat.number_format import Cell, format_seconds, percent
@@ -20,6 +20,7 @@ from offbeat.runs.metrics import DEFINITIONS, known_interval
 from offbeat.runs.run_record import EvaluationRecord, RunRecord
 from offbeat.spec import count_of
 
+WIDE = 5  # times as many bytes as another run sends: then the axis of bytes is logarithmic
 MOST_POINTS = 2_000  # of a curve
 MOST_AGES = 24  # columns of a histogram
 MOST_LEARNERS = 256  # rows of a timeline
@@ -143,24 +144,23 @@ def errors(
     levels = sorted({group.target for group in groups if group.target is not None})
     drawn_levels = tuple((1 - level, f"target {percent(level)}") for level in levels) if right else ()
     y_label, y_form = ("test error", "percent") if right else ("test loss", "number")
-    for key, x_label, x_form in (("seconds", "training time (s)", "seconds"), ("updates", "updates", "number")):
+    for key, against, x_label, x_of in _AGAINST:
         lines = [
-            _rising(
-                (point.seconds if key == "seconds" else point.update, _error(point) if right else point.loss)
-                for point in curve
-            )
-            for curve in curves
+            _rising((x_of(one, point), _error(point) if right else point.loss) for point in curve)
+            for one, curve in zip(known, curves, strict=True)
         ]
         series = [Series(name=one.label, points=line) for one, line in zip(known, lines, strict=True) if line]
-        if series:
+        ends = [one.points[-1][0] for one in series if one.points[-1][0] > 0]
+        if series and (ends or key != "sent"):
             items.append(
                 LineChart(
                     key=f"error-{key}",
-                    title=f"{y_label.capitalize()} against {'time' if key == 'seconds' else 'updates'}",
+                    title=f"{y_label.capitalize()} against {against}",
                     x_label=x_label,
                     y_label=y_label,
                     series=tuple(series),
-                    x_form="seconds" if x_form == "seconds" else "number",
+                    x_form="seconds" if key == "seconds" else "number",
+                    x_log=key == "sent" and max(ends) > WIDE * min(ends),
                     y_form="percent" if y_form == "percent" else "number",
                     levels=drawn_levels,
                 )
@@ -168,7 +168,9 @@ def errors(
     if items:
         items += [_accuracy_table(known, targets), _evaluations(known, curves)]
     items += benchmarks.races(results)
-    text = "Test error over training time: lower and further left is better."
+    text = (
+        "Test error over training time, and over what learners and servers had sent: lower and further left is better."
+    )
     if drawn_levels:
         text += " The horizontal line is the target: the given accuracy, or the highest that all ranked runs reached."
     return PageSection(key="error", title="Error against time", items=tuple(items), about=text)
@@ -181,6 +183,14 @@ def _rising(points: Iterable[tuple[float | None, float | None]]) -> tuple[tuple[
         if x is not None and y is not None and (not kept or x >= kept[-1][0]):
             kept.append((float(x), y))
     return tuple(kept)
+
+
+# The x axes of the error: key, name, label, and where a point is on it.
+_AGAINST: tuple[tuple[str, str, str, Callable[[Facts, EvaluationRecord], float | None]], ...] = (
+    ("seconds", "time", "training time (s)", lambda _, point: point.seconds),
+    ("updates", "updates", "updates", lambda _, point: point.update),
+    ("sent", "bytes sent", "sent by learners and servers (MB)", lambda one, point: _megabytes(one.sent_by(point))),
+)
 
 
 def _error(point: EvaluationRecord) -> float | None:
@@ -207,6 +217,7 @@ def _accuracy_table(known: Sequence[Facts], targets: Mapping[int, float | None])
             targets[at],
             one.seconds_to(targets[at]),
             one.updates_to(targets[at]),
+            _megabytes(one.sent_to(targets[at])),
         )
         for at, one in enumerate(known)
     ]
@@ -224,6 +235,7 @@ def _accuracy_table(known: Sequence[Facts], targets: Mapping[int, float | None])
             Column("target", "percent"),
             Column("time to target (s)", "seconds", DEFINITIONS["time to accuracy"].formula),
             Column("updates to target", "number"),
+            Column("sent to target (MB)", "number", "gradients and weights, by learners and servers"),
         ),
         rows=tuple(rows),
     )
@@ -231,7 +243,15 @@ def _accuracy_table(known: Sequence[Facts], targets: Mapping[int, float | None])
 
 def _evaluations(known: Sequence[Facts], curves: Sequence[Sequence[EvaluationRecord]]) -> Table:
     rows = [
-        (one.label, point.seconds, point.update, point.accuracy, _error(point), point.loss)
+        (
+            one.label,
+            point.seconds,
+            point.update,
+            _megabytes(one.sent_by(point)),
+            point.accuracy,
+            _error(point),
+            point.loss,
+        )
         for one, curve in zip(known, curves, strict=True)
         for point in curve
     ]
@@ -243,6 +263,7 @@ def _evaluations(known: Sequence[Facts], curves: Sequence[Sequence[EvaluationRec
             Column("run"),
             Column("training time (s)", "seconds"),
             Column("updates", "number"),
+            Column("sent (MB)", "number", "gradients and weights, by learners and servers"),
             Column("accuracy", "percent"),
             Column("test error", "percent", DEFINITIONS["error"].formula),
             Column("test loss", "number"),

@@ -652,15 +652,39 @@ CODEC = Param(
 )
 
 
+FEEDBACK = Param(
+    name="feedback",
+    read=grammar.choice("on", "off"),
+    help="off: what a codec does not send is lost, instead of being added to the next gradient (for experiments)",
+)
+
+
 def params_of(row: Algorithm) -> tuple[Param, ...]:
     """What a line of this row can say: every all-reduce takes a codec."""
-    return (*row.params, CODEC) if row.collective == "all-reduce" else row.params
+    return (*row.params, CODEC, FEEDBACK) if row.collective == "all-reduce" else row.params
 
 
 def split_codec(spec: grammar.Spec) -> tuple[grammar.Spec, str]:
-    """A line without its codec, and the codec's line, or nothing."""
-    options = tuple(option for option in spec.options if option[0] != CODEC.name)
+    """A line without what it says of codecs, and the codec's line, or nothing."""
+    options = tuple(option for option in spec.options if option[0] not in (CODEC.name, FEEDBACK.name))
     return grammar.Spec(name=spec.name, args=spec.args, options=options), dict(spec.options).get(CODEC.name, "")
+
+
+def keeps_residuals(spec: grammar.Spec) -> bool:
+    """Whether what a codec does not send is added to the next gradient."""
+    return dict(spec.options).get(FEEDBACK.name, "on") == "on"
+
+
+def _take_codec(options: dict[str, Any]) -> codecs.CodecOption | None:
+    """What a line's options say of codecs, taken out of them."""
+    coded: codecs.CodecOption | None = options.pop(CODEC.name, None)
+    if options.pop(FEEDBACK.name, None) == "off":
+        if coded is None:
+            raise RequestError("feedback=off needs a codec; add codec=, like codec=top-k:0.01")
+        exact = [str(codec) for codec in coded.codecs if not codec.biased]
+        if exact:
+            raise RequestError(f"{exact[0]} has no error feedback that feedback=off could switch off; leave it out")
+    return coded
 
 
 def chunks_of(text: str, *, ranks: int, collective: str = "all-reduce") -> int:
@@ -668,8 +692,8 @@ def chunks_of(text: str, *, ranks: int, collective: str = "all-reduce") -> int:
     spec = grammar.parse(text)
     row = find(spec.name, collective)
     options: dict[str, Any] = grammar.bind(spec, params_of(row))
-    coded = options.pop(CODEC.name, None)
     try:
+        coded = _take_codec(options)
         if coded is not None and not coded.auto and (row.gathers or coded.only().kind == codecs.PER_TENSOR):
             return _tensor_chunks(spec, coded.only(), ranks)
         return row.chunks(ranks, **options)
@@ -759,7 +783,7 @@ def build(
         raise RequestError(f"{collective} has no root; got root {root}")
     options: dict[str, Any] = grammar.bind(spec, params_of(row))
     chunks = chunks_of(text, ranks=ranks, collective=collective)
-    coded = options.pop(CODEC.name, None)
+    coded = _take_codec(options)
     if ranks * chunks > MOST_PLACES:
         raise RequestError(
             f"'{spec}' on {ranks} ranks has {chunks} chunks: too large (ranks * chunks is at most {MOST_PLACES})"

@@ -130,17 +130,7 @@ def project(schedule: Schedule, rank: int, hosts: Sequence[int] | None = None) -
     """The part of one rank. `hosts[r]` is the host of rank r; without it all are on one."""
     on = hosts or [0] * schedule.ranks
     coding = bool(schedule.steps.codecs)
-    steps = [
-        [
-            (*row, codec)
-            for row, codec in zip(
-                schedule.steps.rows(step).tolist(),
-                schedule.steps.codec_rows(step).tolist() if coding else repeat(0),
-                strict=coding,
-            )
-        ]
-        for step in range(len(schedule.steps))
-    ]
+    steps = rows_of(schedule)
     readers: dict[int, list[tuple[int, int]]] = defaultdict(list)  # of my chunk: (step, who), on my host
     plain: set[int] = set()  # chunks of mine that are read as they are
     for step, rows in enumerate(steps):
@@ -149,7 +139,7 @@ def project(schedule: Schedule, rank: int, hosts: Sequence[int] | None = None) -
                 readers[chunk].append((step, target))
                 if not codec:
                     plain.add(chunk)
-    encodes = _encodes(steps, rank) if coding else {}
+    encodes = encodes_of(steps, rank) if coding else {}
     first = tuple(encode for (step, chunk), encode in encodes.items() if step < 0 and chunk in readers)
     written: dict[tuple[int, int], int] = {}  # (rank, chunk) -> the last step so far that wrote it
     seen: dict[int, int] = defaultdict(int)  # peer -> the mark that has been waited for
@@ -230,7 +220,21 @@ def project(schedule: Schedule, rank: int, hosts: Sequence[int] | None = None) -
     )
 
 
-def _encodes(steps: Sequence[Sequence[tuple[int, ...]]], rank: int) -> dict[tuple[int, int], Encode]:
+def rows_of(schedule: Schedule) -> list[list[tuple[int, ...]]]:
+    """Of each step the transfers: source, target, chunk, whether it is reduced, and the number of its codec."""
+    steps, coding = schedule.steps, bool(schedule.steps.codecs)
+    return [
+        [
+            (*row, codec)
+            for row, codec in zip(
+                steps.rows(step).tolist(), steps.codec_rows(step).tolist() if coding else repeat(0), strict=coding
+            )
+        ]
+        for step in range(len(steps))
+    ]
+
+
+def encodes_of(steps: Sequence[Sequence[tuple[int, ...]]], rank: int) -> dict[tuple[int, int], Encode]:
     """What a rank encodes: (the step whose writes come before it, -1 for none, and the chunk) -> how.
 
     A payload that was taken over, or that was made for a copy, is passed on as it is.

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from offbeat.collectives.backend import group_of, stats
+from offbeat.collectives.momentum import momentum_of
 from offbeat.collectives.options import Options
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.number_format import format_size
@@ -99,7 +100,7 @@ class ReducedTrainer(Trainer):
         by_ddp = self.reduces_gradients and self._together and not self._steps_here and not config.parallel
         self.wrapped = _in_ddp(self.model, unused=self.unused) if by_ddp else self.model
         if by_ddp and self._coded:
-            _tell_shapes(self.wrapped)
+            _tell_shapes(self.wrapped, momentum_of(self.optimizer))
         if self.checkpoint is not None:
             if (self.learners > 2 or self._coded) and self.at.update and by_ddp:
                 self._arrange_buckets()
@@ -826,13 +827,14 @@ def _in_ddp(model: nn.Module, *, unused: bool) -> DistributedDataParallel:
     return DistributedDataParallel(model, find_unused_parameters=unused, **options)
 
 
-def _tell_shapes(wrapped: nn.Module) -> None:
-    """Have a codec know which tensors DDP's flat buckets are made of."""
+def _tell_shapes(wrapped: nn.Module, momentum: float) -> None:
+    """Have a codec know which tensors DDP's flat buckets are made of, and the optimizer's momentum."""
     assert isinstance(wrapped, DistributedDataParallel)
 
     def reduce(bucket: Any) -> Any:
         whole = bucket.buffer()
-        group_of(None).residuals.of(whole).shapes = tuple(tuple(one.shape) for one in bucket.gradients())
+        kept = group_of(None).residuals.of(whole)
+        kept.shapes, kept.momentum = tuple(tuple(one.shape) for one in bucket.gradients()), momentum
         work = dist.all_reduce(whole.div_(dist.get_world_size()), async_op=True)
         assert work is not None
         return work.get_future().then(lambda _: whole)
