@@ -6,6 +6,7 @@ What takes long and is looked at from another side too is left to `make test-mat
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,14 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> WaitingAside | None:
     return WaitingAside(config, log) if config.option.dist == "loadfile" else None
+
+
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """Commands that are called here, and not in a process of their own, say by the environment who may connect."""
+    before = {name: value for name, value in os.environ.items() if name.startswith("OFFBEAT_")}
+    yield
+    for name in [name for name in os.environ if name.startswith("OFFBEAT_")]:
+        if name not in before:
+            del os.environ[name]
+    os.environ.update(before)

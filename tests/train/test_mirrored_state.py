@@ -35,7 +35,15 @@ class Kept(Mirror):
 
 def facts(version: int, offset: int, epoch: int = 0) -> str:
     book = {"epoch": epoch, "samples": 1438, "settled": [[0, offset]]}
-    told = {"version": version, "seconds": 2.0, "epoch_end": False, "halt": False, "held": 0, "memory": {}}
+    told = {
+        "version": version,
+        "seconds": 2.0,
+        "epoch_end": False,
+        "halt": False,
+        "held": 0,
+        "memory": {},
+        "delays": [],
+    }
     return json.dumps(told | {"book": book, "samples": {"applied": offset}, "gradients": version, "staleness": 1.0})
 
 

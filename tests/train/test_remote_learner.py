@@ -55,7 +55,7 @@ def test_a_learner_whose_place_was_taken_asks_until_it_has_another(
         asked.append(learners)
         if len(asked) < 3:
             raise NoPlaceError("all 2 places are taken")
-        return SimpleNamespace(places=(2,)), SimpleNamespace(close=lambda: None)
+        return SimpleNamespace(places=(2,), run=joined().entered.run), SimpleNamespace(close=lambda: None)
 
     monkeypatch.setattr(remote_learner, "RemoteTrainer", FakeTrainer)
     monkeypatch.setattr(remote_learner, "enter", enter)

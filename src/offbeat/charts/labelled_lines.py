@@ -158,7 +158,7 @@ def line_chart(
     form: Form = "percent" if log_y and all(y <= 1 for y in values if y < LARGE) else "number"
     height = HEIGHT + ROW * max(0, len(curves) - ROWS)
     low, high = log_range(values) if log_y else linear_range(values, 0.04)
-    y = Scale(low, high, height - 60, 30.0 + (26 if title else 0) + (20 if subtitle else 0), log_y)
+    y = Scale(low, high, height - 60, 30.0 + (26 if title else 0) + (28 if subtitle else 0), log_y)
     y_ticks = ticks_of(y, form, Y_TICKS)
     target_text = clean(target_label) or ("" if goal is None else f"target {round_text(goal, form)}")
     widths = [x for x, _ in seen]
