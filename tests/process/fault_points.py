@@ -190,9 +190,10 @@ def learner(order: dict[str, Any], folder: Path, number: int) -> Points:
         points("fill", lambda: self.slots[slot][start : start + half].copy_(gradient.flatten()[:half]))
         return original(self, slot, index, gradient)
 
-    def fetch(original: Any, self: arena.Arena, parts: Any, pieces: Any, **how: bool) -> None:
+    def fetch(original: Any, self: arena.Arena, parts: Any, pieces: Any, **how: bool) -> int:
         points("fetch", lambda: parts.trained[0].detach().zero_())
-        original(self, parts, pieces, **how)
+        read: int = original(self, parts, pieces, **how)
+        return read
 
     def seed(original: Any, self: arena.Arena, parts: Any, kept: Any = None) -> None:
         points("seed", lambda: self.weights[0][:7].fill_(1e9))

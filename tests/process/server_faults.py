@@ -327,6 +327,8 @@ def history(log: RunLog, sync: str) -> list[Vector]:
 def check_weights(ended: Ended, log: RunLog) -> None:
     """Bit for bit: what learners had in the end, and what each minibatch began with, was never torn or too old."""
     versions = history(log, ended.order.sync)
+    # Where a learner adds its own change to new weights, that rounds, and the log does not have it.
+    rounding = 1e-9 if "overlap" in ended.order.sync else 0.0
     last = 0
     for learner in range(ended.order.learners):
         found = ended.text(f"weights-{learner}")
@@ -334,7 +336,8 @@ def check_weights(ended: Ended, log: RunLog) -> None:
             said = json.loads(found)
             flat = np.concatenate([np.array(part) for part in said["weights"]])
             assert said["version"] == len(versions) - 1, f"learner {learner} ended at {said['version']}"
-            assert np.array_equal(flat, versions[-1]), f"learner {learner}: {flat[:4]} is not {versions[-1][:4]}"
+            off = np.abs(flat - versions[-1]).max()
+            assert off <= rounding, f"learner {learner}: {flat[:4]} is {off} from {versions[-1][:4]}"
             last += 1
     assert last, "no learner came to the end"
     if fault_script.momentum_of(ended.order.sync):
