@@ -94,7 +94,7 @@ def union(lists: Sequence[Tensor]) -> Tensor:
     """The rows that any of these lists has."""
     if len(lists) == 1:
         return lists[0]
-    found: Tensor = torch.cat([torch.empty(0, dtype=torch.int64), *lists]).unique()  # type: ignore[no-untyped-call]
+    found: Tensor = torch.cat([torch.empty(0, dtype=torch.int64), *lists]).unique()  # type: ignore[no-untyped-call] # torch's own
     return found
 
 

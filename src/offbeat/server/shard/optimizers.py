@@ -603,9 +603,9 @@ class Updates:
             if stale is None:
                 target[start:end] = source[start:end]
                 continue
-            for places in sparse_rows.places_of(stale, one, start, end).split(CHUNK):  # type: ignore[no-untyped-call]
+            for places in sparse_rows.places_of(stale, one, start, end).split(CHUNK):  # type: ignore[no-untyped-call] # torch's own
                 target[places] = source[places]
-        for places in sparse_rows.places_of(rows, one, start, end).split(CHUNK):  # type: ignore[no-untyped-call]
+        for places in sparse_rows.places_of(rows, one, start, end).split(CHUNK):  # type: ignore[no-untyped-call] # torch's own
             if len(places):
                 self._apply_places(job, one, step, hyper, places)
         self._changes[one.parameter].changed(job.version, rows)
