@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import pytest
 import torch
@@ -43,16 +43,47 @@ def check_equal(found: Sequence[dict[str, Tensor]], whole: Sequence[nn.Module], 
             assert float((grad - other).abs().max()) <= within * largest
 
 
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.StepLR:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.5)
+
+
+@cache  # each oracle is computed once, for all schedules
+def one_process(name: str, dtype: torch.dtype) -> tuple[float, nn.ModuleList]:
+    """The loss of one minibatch, and the model with its gradients."""
+    case = case_of(name, dtype)
+    return float(whole_backward(case, case.pieces)), nn.ModuleList(case.pieces)
+
+
+@cache
+def one_process_trained(name: str, dtype: torch.dtype) -> tuple[list[float], nn.ModuleList]:
+    """The norms of the gradients of 20 updates, and the model after them."""
+    case = case_of(name, dtype)
+    whole, norms = nn.ModuleList(case.pieces), []
+    optimizer = sgd(list(whole.parameters()))
+    rate = halving(optimizer)
+    for update in range(20):
+        whole.zero_grad()
+        whole_backward(case, list(whole), update)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.05)))
+        optimizer.step()
+        rate.step()
+    return norms, whole
+
+
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_one_process(name: str, line: str, stages: int) -> None:
     for dtype, within in WITHIN:
         case = case_of(name, dtype)
-        whole = copy.deepcopy(nn.ModuleList(case.pieces))
         model = staged(case, line, stages)
         loss = model.backward(case.inputs, case.targets)
-        assert float(loss) == pytest.approx(float(whole_backward(case, list(whole))), rel=1e-5)
+        wanted, whole = one_process(name, dtype)
+        assert float(loss) == pytest.approx(wanted, rel=1e-5)
         check_equal(model.gradients(), list(whole), within)
         for ours, theirs in zip(model.state(), whole, strict=True):  # batch norm's statistics
             for key, value in theirs.state_dict().items():
@@ -67,22 +98,15 @@ def test_twenty_updates_with_clipping_momentum_and_a_schedule_are_the_same(
     name: str, line: str, dtype: torch.dtype, within: float
 ) -> None:
     case = case_of(name, dtype)
-    whole = copy.deepcopy(nn.ModuleList(case.pieces))
     model = staged(case, line, 3)
-
-    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
-
-    optimizers = [make(list(whole.parameters())), *model.optimizers(make)]
-    rates = [torch.optim.lr_scheduler.StepLR(one, step_size=5, gamma=0.5) for one in optimizers]
-    for update in range(20):
-        whole.zero_grad()
+    optimizers = model.optimizers(sgd)
+    rates = [halving(one) for one in optimizers]
+    norms, whole = one_process_trained(name, dtype)
+    for norm in norms:
         model.zero_grad()
-        whole_backward(case, list(whole), update)
         model.backward(case.inputs, case.targets)
-        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.05)
-        assert float(model.clip(0.05)) == pytest.approx(float(norm), rel=max(within, 1e-9))
-        assert float(norm) > 0.05
+        assert float(model.clip(0.05)) == pytest.approx(norm, rel=max(within, 1e-9))
+        assert norm > 0.05
         for optimizer, rate in zip(optimizers, rates, strict=True):
             optimizer.step()
             rate.step()
