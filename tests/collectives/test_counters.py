@@ -32,7 +32,7 @@ def test_a_rank_late_in_backward_is_named(nursery: Nursery) -> None:
 
 
 def test_an_iteration_is_one_backward_and_its_worst_bucket() -> None:
-    arrivals = Arrivals(0, (4, 7))
+    arrivals = Arrivals((4, 7))
     arrivals.came(-1, [0, 500_000_000])  # outside of backward: not an iteration, once there are some
     for iteration in range(4):
         arrivals.came(iteration, [0, 100_000_000])
@@ -46,6 +46,6 @@ def test_an_iteration_is_one_backward_and_its_worst_bucket() -> None:
 
 
 def test_ranks_that_come_together_are_not_named() -> None:
-    arrivals = Arrivals(0, (0, 1))
+    arrivals = Arrivals((0, 1))
     arrivals.came(-1, [1000, 2000])
     assert arrivals.late() is None

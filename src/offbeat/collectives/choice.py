@@ -197,19 +197,22 @@ class Choice:
         self.figures = figures
         self._ranks = ranks
         self._by_size: dict[int, list[tuple[float, str]]] = {}
+        self._plans: dict[int, Plan] = {}
+        self._auto = str(self._bare) == AUTO
+        self.candidates = self._find_candidates()
+        self._priced = (self.line == AUTO or self.candidates != ()) and 1 < ranks <= _MOST_PRICED
 
     def needs_figures(self) -> bool:
-        return (self.line == AUTO or self.candidates != ()) and self.figures is None and 1 < self._ranks <= _MOST_PRICED
+        return self._priced and self.figures is None
 
     @property
     def is_coded(self) -> bool:
         return self._option is not None
 
     def needs_speeds(self) -> bool:
-        return bool(self.candidates) and not self.speeds
+        return self.candidates != () and not self.speeds
 
-    @property
-    def candidates(self) -> tuple[Codec, ...]:
+    def _find_candidates(self) -> tuple[Codec, ...]:
         """The codecs among which `codec=auto` chooses; none where nothing is chosen, or all ranks share memory."""
         if self._option is None or not self._option.auto or len(set(self._hosts)) == 1:
             return ()
@@ -217,11 +220,19 @@ class Choice:
 
     def of(self, size_bytes: int) -> Plan:
         """The plan for a vector of so many bytes that is sent as it is."""
-        line = "direct" if self._gathers else str(self._bare)
-        if line == AUTO:
-            ranked = self._ranked(size_bytes)
-            line = ranked[0][1] if ranked else "direct"
-        return plan(line, "all-reduce", self._ranks, order=self._order)
+        size = size_bytes.bit_length() if self._auto else 0
+        known = self._plans.get(size)
+        if known is None:
+            known = plan(self._line_for(size_bytes), "all-reduce", self._ranks, order=self._order)
+            if not self.needs_figures():
+                self._plans[size] = known
+        return known
+
+    def _line_for(self, size_bytes: int) -> str:
+        if not self._auto:
+            return "direct" if self._gathers else str(self._bare)
+        ranked = self._ranked(size_bytes)
+        return ranked[0][1] if ranked else "direct"
 
     def coded(self, size_bytes: int) -> tuple[Codec, Plan] | None:
         """The codec for a vector of fp32, and how what it makes goes; nothing where it is sent as it is.

@@ -73,20 +73,20 @@ class Stats:
 class Arrivals:
     """Who came when."""
 
-    def __init__(self, rank: int, names: tuple[int, ...]) -> None:
+    def __init__(self, names: tuple[int, ...]) -> None:
         self.waited_s = 0.0
-        self._rank = rank
         self._names = names
         self._inside: deque[tuple[int, int]] = deque(maxlen=_KEPT)  # (who was last, by how many ns)
         self._outside: deque[tuple[int, int]] = deque(maxlen=_KEPT)
         self._iteration = -1
 
     def came(self, iteration: int, stamps: list[int]) -> None:
-        """Stamps in order of rank; `iteration` is -1 outside of backward."""
-        last = max(stamps)
+        """Stamps in order of `names`, this rank's first; `iteration` is -1 outside of backward."""
+        ordered = sorted(stamps)
+        last = ordered[-1]
         who = stamps.index(last)
-        by = last - max(stamp for rank, stamp in enumerate(stamps) if rank != who) if len(stamps) > 1 else 0
-        self.waited_s += (last - stamps[self._rank]) / 1e9
+        by = last - ordered[-2] if len(ordered) > 1 else 0
+        self.waited_s += (last - stamps[0]) / 1e9
         if iteration < 0:
             self._outside.append((who, by))
         elif iteration != self._iteration:

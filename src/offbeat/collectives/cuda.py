@@ -23,16 +23,17 @@ from offbeat.collectives.sync import Patience
 from offbeat.collectives.transport import SharedMemory
 from offbeat.errors import OffbeatError
 
+_SEVERAL = (list, tuple)
+
 
 def first_tensor(arguments: Any) -> Tensor | None:
     """The first tensor in lists of lists of them."""
-    if isinstance(arguments, Tensor):
-        return arguments
-    if isinstance(arguments, list | tuple):
-        for one in arguments:
-            found = first_tensor(one)
-            if found is not None:
-                return found
+    if not isinstance(arguments, _SEVERAL):
+        return arguments if isinstance(arguments, Tensor) else None
+    for one in arguments:
+        found = first_tensor(one)
+        if found is not None:
+            return found
     return None
 
 

@@ -64,9 +64,12 @@ class _Kind:
 
 
 class Executor:
-    """Runs calls on one group, one at a time. `arrived(call, stamps)` is told when each rank came to a call."""
+    """Runs calls on one group, one at a time.
 
-    def __init__(self, transport: SharedMemory, arrived: Callable[[Call, list[int]], None]) -> None:
+    `arrived(iteration, stamps)` is told when each rank of this host came to a call: this rank first, then the others.
+    """
+
+    def __init__(self, transport: SharedMemory, arrived: Callable[[int, list[int]], None]) -> None:
         self.transport = transport
         self.base = 1  # the mark of the next start
         self.calls = 0
@@ -104,22 +107,18 @@ class Executor:
         if transport.remote is not None:
             transport.tag(note)
         transport.mark(self.base)
-        places, stamps, rounds, alike = (
-            [kind.own] * transport.ranks,
-            [call.since_ns] * transport.ranks,
-            kind.wanted,
-            True,
-        )
+        places, stamps = [kind.own] * transport.ranks, [call.since_ns]
+        rounds, alike = kind.wanted, True
         for peer in transport.near:
             transport.wait(peer, self.base, patience)
             theirs = transport.read_note(peer, self.calls)
             if theirs[:5] != note[:5]:
                 self._differ(peer, theirs[:5], call)
             places[peer] = theirs.buffer, theirs.offset_bytes
-            stamps[peer] = theirs.since_ns
+            stamps.append(theirs.since_ns)
             if theirs.rounds != rounds:
                 rounds, alike = max(rounds, theirs.rounds), False
-        self._arrived(call, stamps)
+        self._arrived(call.iteration, stamps)
         if transport.hear_all():
             self.forget()
             kind = self._kind(call)
@@ -160,7 +159,7 @@ class Executor:
 
     def _execute(self, bound: Bound, call: Call, patience: Patience) -> None:
         transport, base = self.transport, self.base
-        before = {peer: transport.sends(peer) for peer in bound.sent}
+        before = {peer: transport.sends(peer) for peer in bound.sent} if bound.sent else bound.sent
         whole = bytes_view(call.whole) if transport.remote is not None and call.whole is not None else None
         for step in bound.steps:
             kind = step[0]

@@ -93,11 +93,9 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         self._transport, self._choice = transport, choice
         self._choices: dict[str, Choice] = {}  # those that were used before
         # Nothing below refers back to the group: its memory goes when it goes, and not when Python looks for circles.
-        here = sorted((transport.rank, *transport.near))  # hosts have clocks of their own
-        arrivals = self._arrivals = Arrivals(here.index(transport.rank), tuple(transport.names[one] for one in here))
-        self._executor: Runner = Executor(
-            transport, lambda call, stamps: arrivals.came(call.iteration, [stamps[one] for one in here])
-        )
+        here = (transport.rank, *transport.near)  # hosts have clocks of their own
+        self._arrivals = Arrivals(tuple(transport.names[one] for one in here))
+        self._executor: Runner = Executor(transport, self._arrivals.came)
         self._placements = Placements(transport, move=options.move and bool(transport.near or not transport.others))
         self._progress = Progress(f"offbeat rank {transport.rank}", transport.patience)
         self._messages: MessagePort = Messages(transport)
@@ -296,7 +294,7 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
             for chunk in self._written(call):
                 if chunk not in call.take:
                     call.take[chunk] = torch.empty(call.sizes[chunk], dtype=call.dtype)
-        for chunk in call.give.keys() & call.take.keys():
+        for chunk in call.give.keys() & call.take.keys() if call.give else ():
             if call.take[chunk].data_ptr() != call.give[chunk].data_ptr():
                 call.take[chunk].copy_(call.give[chunk])
         self._executor.run(call, patience)
@@ -507,7 +505,8 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
             flat_of(tensor, written=True)  # refused now, not when others wait for it
 
         def run(patience: Patience) -> None:
-            self._measure_once(patience)
+            if self._choice.needs_figures() or self._choice.needs_speeds():
+                self._measure_once(patience)
             coded = self._choice.coded(tensor.nbytes) if may_code else None
             if coded is not None:
                 self._coded_all_reduce(tensor, reduction, coded, since, iteration, patience)
