@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from offbeat.network.keys import RunKey
 
 _RECORD_BYTES = 17 * 1024  # at most, encrypted
-_CHUNK_BYTES = 96 * 1024  # encrypted, or received, at once
+_CHUNK_BYTES = 520 * 1024  # encrypted, or received, at once: a piece and its header (`streams.py`)
 
 
 def context_of(key: RunKey, *, server: bool) -> ssl.SSLContext:
