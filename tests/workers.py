@@ -1,8 +1,8 @@
 """Which worker of pytest-xdist runs which file: two compute, and a third runs what mostly waits.
 
 A file of tests that start processes and then wait, for a time limit, a killed peer or a browser, leaves its core idle.
-With three workers (`make test`) the third has these files and no others, so that there are never more than two that
-compute; they still have the cores to themselves whenever it waits. Without a third all files are the two's.
+With three workers (`make test`) the third has these files first, so that most of the time there are not more than two
+that compute; they still have the cores to themselves whenever it waits. Without a third all files are the two's.
 """
 
 from __future__ import annotations
@@ -62,9 +62,6 @@ class WaitingAside(LoadFileScheduling):  # type: ignore[misc]  # nor has its bas
         others = iter([*long, *(file for file in self.workqueue if file not in waiting)])
         if node.gateway.id != THIRD:
             self.workqueue.move_to_end(next(others, None) or waiting[-1], last=False)
-        elif waiting:
-            self.workqueue.move_to_end(waiting[0], last=False)
         else:
-            node.shutdown()
-            return
+            self.workqueue.move_to_end(waiting[0] if waiting else next(others), last=False)
         super()._assign_work_unit(node)

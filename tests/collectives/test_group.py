@@ -9,9 +9,9 @@ from offbeat.schedules import algorithms
 from offbeat.strategy import AUTO
 
 RANKS = (2, 3, 4)
-# Each algorithm in its first form with all dtypes; in its other forms (double-tree:16, :64) with a few of them.
+# Each algorithm in its first form, on 3 ranks, with all dtypes; else with a few of them.
 LINES = [
-    (line, ranks, at > 0)
+    (line, ranks, at > 0 or ranks != 3)
     for ranks in RANKS
     for row in algorithms().values()
     for at, line in enumerate(row.lines(ranks))

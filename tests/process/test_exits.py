@@ -10,7 +10,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "exits.py"
 
 
 def test_programs_whose_callbacks_still_run_at_exit_end_cleanly() -> None:
-    words = [sys.executable, str(BENCHMARK), "--runs", "2", "--forced", "1", "--at-once", "5"]
+    words = [sys.executable, str(BENCHMARK), "--runs", "1", "--forced", "1", "--at-once", "5"]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     lines = ended.stdout.splitlines()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +35,35 @@ CODED += [("all-to-all:codec=power-sgd:2", 3), ("ring:codec=power-sgd:2", 3), ("
 SERVED = [("full-sync:codec=top-k:0.05", 1), ("async:codec=power-sgd:2,down=bf16", 1), ("local-sgd:2,codec=int4", 1)]
 
 
+STEADY = {"schedule": "constant", "warmup_epochs": 0.0, "lr": 0.01}  # whatever the number of epochs
+
+
+@pytest.fixture(scope="module")
+def uncoded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, torch.Tensor]]:
+    """The weights of a run without a codec, by the number of its learners."""
+
+    @functools.cache
+    def weights(learners: int) -> dict[str, torch.Tensor]:
+        folder = tmp_path_factory.mktemp("uncoded")
+        return trained(folder, small_task(build=wide), learners=learners, train=STEADY).weights
+
+    return weights
+
+
 @pytest.mark.parametrize(("sync", "learners"), [*CODED, *SERVED])
-def test_a_resumed_run_has_the_bits_of_one_that_was_not_ended(sync: str, learners: int, tmp_path: Path) -> None:
-    steady = {"schedule": "constant", "warmup_epochs": 0.0, "lr": 0.01}  # whatever the number of epochs
-    changes: dict[str, Any] = {"learners": learners, "sync": sync, "train": steady}
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_ended(
+    sync: str, learners: int, tmp_path: Path, uncoded: Callable[[int], dict[str, torch.Tensor]]
+) -> None:
+    changes: dict[str, Any] = {"learners": learners, "sync": sync, "train": STEADY}
     whole = trained(tmp_path, small_task(build=wide), **changes)
-    half = trained(tmp_path, small_task(build=wide), **changes | {"train": steady | {"epochs": 2}})
+    half = trained(tmp_path, small_task(build=wide), **changes | {"train": STEADY | {"epochs": 2}})
     own = half.learners()[-1]
     assert any(name.startswith("residual.") for name in own)
     start = launch.prepare(config_of(**changes), resume=half.run.path, task=small_task(build=wide))
     launch.launch(start, lambda record: None, lambda who, line: None)
     resumed = safetensors.torch.load_file(start.run.weights)
     assert same(whole, resumed)
-    assert not same(
-        trained(tmp_path, small_task(build=wide), learners=learners, train=steady), whole.weights
-    )  # it is coded at all
+    assert not same(whole, uncoded(learners))  # it is coded at all
 
 
 @pytest.mark.parametrize("codec", ["power-sgd:4", "1-bit"])
