@@ -201,6 +201,8 @@ class Choice:
         self._auto = str(self._bare) == AUTO
         self.candidates = self._find_candidates()
         self._priced = (self.line == AUTO or self.candidates != ()) and 1 < ranks <= _MOST_PRICED
+        self.measures = self._priced or self.candidates != ()  # before its first call, and after `use`
+        self.codes = self._gathers or self._option is not None  # whether `coded` ever finds something
 
     def needs_figures(self) -> bool:
         return self._priced and self.figures is None

@@ -257,9 +257,7 @@ class Executor:
         key = call.plan, call.dtype, call.reduction, call.sizes, call.place, call.whole is None
         kinds, most = (self._kinds, _KEPT) if call.codec is None else (self._coded_kinds, _KEPT_CODED)
         known = kinds.get(key)
-        if known is not None:
-            kinds.move_to_end(key)
-        else:
+        if known is None:
             transport = self.transport
             program = program_of(call.plan, transport.rank, transport.hosts)
             own = call.place or (ARENA, transport.arena_at)
@@ -269,6 +267,8 @@ class Executor:
             known = kinds[key] = _Kind(program, own, wanted, staging)
             if len(kinds) > most:
                 kinds.popitem(last=False)
+        elif len(kinds) == most:  # the next new one takes the place of the one that was not used for longest
+            kinds.move_to_end(key)
         return known
 
     def _rounds(self, program: Program, call: Call) -> int:

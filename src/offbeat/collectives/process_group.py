@@ -505,10 +505,10 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
             flat_of(tensor, written=True)  # refused now, not when others wait for it
 
         def run(patience: Patience) -> None:
-            if self._choice.needs_figures() or self._choice.needs_speeds():
+            choice = self._choice
+            if choice.measures:
                 self._measure_once(patience)
-            coded = self._choice.coded(tensor.nbytes) if may_code else None
-            if coded is not None:
+            if choice.codes and may_code and (coded := choice.coded(tensor.nbytes)) is not None:
                 self._coded_all_reduce(tensor, reduction, coded, since, iteration, patience)
                 return
             if self._in_parts and (tensor.is_cuda or tensor.nbytes > STAGED_BYTES):
