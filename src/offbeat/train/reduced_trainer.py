@@ -744,23 +744,22 @@ def _allocator_retries(device: torch.device) -> int:
 class _Standings:
     """What learners of several hosts, who have no folder in common, tell each other: whether one wants to stop, and how
     far each is. It is told at the start of an update and known, the same to all, at the start of the next. Nobody
-    waits for it: it is added up while gradients are computed.
+    waits for it: it is gathered, in one step, while gradients are computed. (By the all-reduce of the run it would take
+    that one's steps, and the gradients would wait for the last of them.)
     """
 
     def __init__(self, learner: int, learners: int) -> None:
-        self._mine, self._learners = learner, learners
-        self._told = torch.zeros(1 + learners * len(Standing._fields), dtype=torch.float64)
+        self._mine = torch.zeros(1 + len(Standing._fields), dtype=torch.float64)
+        self._all = [torch.zeros_like(self._mine) for _ in range(learners)]
         self._under_way: dist.Work | None = None
 
     def next(self, wants_to_stop: bool, standing: Standing) -> tuple[bool, list[Standing]]:
         """What all have told at the last update: whether somebody wants to stop, and the standing of each."""
         self.end()
-        stops, known = bool(self._told[0]), self._told[1:].reshape(self._learners, -1)
-        self._told = torch.zeros_like(self._told)
-        self._told[0] = float(wants_to_stop)
-        self._told[1:].reshape(self._learners, -1)[self._mine] = torch.tensor(standing, dtype=torch.float64)
-        self._under_way = dist.all_reduce(self._told, async_op=True)
-        return stops, [Standing(*row) for row in known.tolist()]
+        known = [one.tolist() for one in self._all]
+        self._mine.copy_(torch.tensor([float(wants_to_stop), *standing], dtype=torch.float64))
+        self._under_way = dist.all_gather(self._all, self._mine, async_op=True)
+        return any(stops for stops, *_ in known), [Standing(*row) for _, *row in known]
 
     def end(self) -> None:
         if self._under_way is not None:
