@@ -245,6 +245,8 @@ CODECS: dict[str, CodecRow] = {
             error="what is sent is exact; what is not sent is 0",
             not_finite="NaN and Inf are sent when their place is; until then they stay out of the residual",
             params=(_SHARE,),
+            sends_velocity=True,
+            sends_numbers=True,
             examples=("random-k:0.01",),
             vectors=lambda items, share: (kept(items, share),),
         ),
