@@ -85,7 +85,7 @@ def stepped(line: str, momentum: float, steps: int, ranks: int = 3) -> tuple[tor
     return weights.detach(), kept, optimizer.state[weights]["momentum_buffer"]
 
 
-@pytest.mark.parametrize("codec", ["1-bit", "top-k:0.05"])
+@pytest.mark.parametrize("codec", ["1-bit", "top-k:0.05", "random-k:0.1"])
 def test_the_optimizers_velocity_is_the_sum_of_what_was_sent(codec: str) -> None:
     _, kept, velocity = stepped(f"ring:codec={codec}", 0.9, 20)
     assert kept[0].sent is not None
@@ -101,8 +101,9 @@ def test_what_was_sent_and_what_is_left_are_all_velocities() -> None:
     assert float((coded - plain).abs().max()) > 1
 
 
-def test_a_number_that_was_sent_whole_begins_a_new_velocity() -> None:
-    _, kept, _ = stepped("ring:codec=top-k:0.05", 0.9, 3)
+@pytest.mark.parametrize("codec", ["top-k:0.05", "random-k:0.05"])
+def test_a_number_that_was_sent_whole_begins_a_new_velocity(codec: str) -> None:
+    _, kept, _ = stepped(f"ring:codec={codec}", 0.9, 3)
     for one in kept:
         assert one.velocity is not None
         sent = one.values() == 0
@@ -128,3 +129,18 @@ def test_a_nan_does_not_stay_in_velocities(codec: str) -> None:
             tensors[1][777] = torch.nan
         group.sum(tensors, kept)
         assert bool(tensors[0].isfinite().all()) == (step != 1)
+
+
+def test_of_random_k_a_nan_whose_place_is_not_drawn_stays_nowhere() -> None:
+    group, kept = LockStep(Choice("ring:codec=random-k:0.05", 2), 2), [Kept(ITEMS, momentum=0.9) for _ in range(2)]
+    tensors = [gradient(rank, 0) for rank in range(2)]
+    group.sum(tensors, kept)
+    drawn = tensors[0].nonzero().ravel().tolist()
+    assert 0 < len(drawn) < ITEMS
+    for place in range(777, 787):
+        tensors = [gradient(rank, 1) for rank in range(2)]
+        tensors[1][place] = torch.nan
+        group.sum(tensors, kept)
+        for one in kept:
+            assert one.velocity is not None
+            assert bool(one.velocity.isfinite().all()) and bool(one.values().isfinite().all())
