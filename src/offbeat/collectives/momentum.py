@@ -15,7 +15,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offbeat.codecs.coder import is_finite
 from offbeat.collectives.residuals import Kept
 
 
@@ -45,8 +44,6 @@ class Velocity:
         assert kept.velocity is not None
         if whole and kept.residual is not None:
             kept.velocity.masked_fill_(kept.residual[: kept.items] == 0, 0.0)
-        if not is_finite(kept.velocity):  # of random-k, which sends what is not finite only where its place is drawn
-            torch.nan_to_num_(kept.velocity, 0.0, 0.0, 0.0)
         if not bool(flat.isfinite().all()):  # no optimizer takes this step
             torch.nan_to_num_(kept.velocity, 0.0, 0.0, 0.0)
             return
