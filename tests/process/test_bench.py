@@ -226,11 +226,15 @@ def test_bench_codecs_prints_the_bandwidth_below_which_each_pays() -> None:
 
 @pytest.mark.skipif(why_no_lab() is not None, reason=str(why_no_lab()))
 def test_bench_codecs_compares_them_on_the_hosts_of_a_lab() -> None:
-    found = run_json("bench codecs bf16 power-sgd:2 --lab 2x1,200Mbit/s --parameters 300k --rounds 1 --json")
+    words = "bench codecs bf16 power-sgd:2 auto:power-sgd:2 --lab 2x1,200Mbit/s --parameters 300k --rounds 1 --json"
+    found = run_json(words)
     rows = {row["line"]: row for row in found["strategies"]}
-    assert list(rows) == ["ring", "ring:codec=bf16", "ring:codec=power-sgd:2", "ring:codec=auto"]
+    lines = ["bf16", "power-sgd:2", "auto", "auto:power-sgd:2"]
+    assert list(rows) == ["ring", *(f"ring:codec={line}" for line in lines)]
+    assert [row["codec"] for row in found["codecs"]] == ["bf16", "power-sgd:2"]
     assert rows["ring"]["sent_bytes"] == 1_200_000 and rows["ring:codec=bf16"]["sent_bytes"] == 600_000
-    assert "ring with" in found["why"] and "Mbit/s" in found["links"]
+    assert [one.partition(": ring with")[0] for one in found["why"]] == ["codec=auto", "codec=auto:power-sgd:2"]
+    assert "Mbit/s" in found["links"]
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------
@@ -239,6 +243,7 @@ WRONG = {
     "bench": "the following arguments are required: allreduce|ddp",
     "bench alreduce": "did you mean 'allreduce'?",
     "bench codecs int9": "did you mean 'int8'?",
+    "bench codecs auto:int8": "auto:int8 chooses by the links between hosts, so it needs --lab",
     "bench codecs --parameters 10": "--parameters: expected 20000 or more; got 10",
     "bench allreduce --ranks 1": "--ranks: expected a number from 2 to 64; got 1",
     "bench allreduce --ranks 65": "--ranks: expected a number from 2 to 64; got 65",

@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any
 
 from offbeat import codecs
-from offbeat.codecs.table import AUTO_LINES
-from offbeat.errors import OffbeatError
+from offbeat.errors import OffbeatError, RequestError
 from offbeat.lab import Lab
 from offbeat.lab.network import format_bandwidth
 from offbeat.machine import machine_facts
@@ -42,7 +41,7 @@ from offbeat.report.benchmark_fields import Field, Row, format_ms
 from offbeat.schedules import BASELINE
 from offbeat.spec import count_of
 
-PLAIN, AUTO = BASELINE, f"{BASELINE}:codec=auto"
+PLAIN = BASELINE
 LINES = ("bf16", "fp16", "int8", "int4", "1-bit", "top-k:0.01", "random-k:0.01", "power-sgd:4")
 PARAMETERS = 25_600_000
 _TIMES = 3
@@ -91,7 +90,7 @@ REDUCE_FIELDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecsRequest:
-    """What is asked for; wrong requests are refused at birth."""
+    """What is asked for; wrong requests are refused at birth. `auto:bf16+int8` is among `lines` only with a lab."""
 
     lines: tuple[str, ...] = LINES
     ranks: int = 4
@@ -102,7 +101,10 @@ class CodecsRequest:
 
     def __post_init__(self) -> None:
         for line in self.lines:
-            codecs.parse(line)
+            if not codecs.read_option(line).auto:
+                codecs.parse(line)
+            elif self.lab is None:
+                raise RequestError(f"bench codecs: {line} chooses by the links between hosts, so it needs --lab")
         check_distinct("codecs", self.lines, "codec")
         check_processes("--ranks", [self.ranks], 2)
         check_least("--parameters", self.parameters, 20_000)
@@ -111,28 +113,43 @@ class CodecsRequest:
         what = f"gradients of {self.parameters:,} parameters on {count_of(many, 'rank')}"
         check_memory(what, many * _NEEDED * 4 * self.parameters, "; use fewer --parameters")
 
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        return tuple(line for line in self.lines if not codecs.read_option(line).auto)
+
+    @property
+    def reduced(self) -> tuple[str, ...]:
+        """The strategies that are compared in a lab: without a codec, with each, and by `auto`'s choice."""
+        choosing = dict.fromkeys(("auto", *(line for line in self.lines if line not in self.codecs)))
+        return PLAIN, *(_coded(line) for line in (*self.codecs, *choosing))
+
+
+def _coded(line: str) -> str:
+    return f"{PLAIN}:codec={line}"
+
 
 def measure(request: CodecsRequest, progress: Progress) -> BenchResult:
     """The speed of each codec; with a lab also an all-reduce with each."""
     machine = machine_facts()
     rounds: dict[str, list[tuple[float, float]]] = {}
-    why = ""
+    why: list[str] = []
     with terminable(), ExitStack() as stack:
         progress("starting")
         ranks, facts = _start(stack, request)
         speeds = {}
-        for line in request.lines:
+        for line in request.codecs:
             progress(f"timing {line}")
             answers = ranks.ask({"do": "speed", "codec": line, "times": _TIMES}, f"timing {line}")
             speeds[line] = (max(one["encode_s"] for one in answers), max(one["decode_s"] for one in answers))
         if request.lab is not None:
-            lines = [PLAIN, *(f"{PLAIN}:codec={line}" for line in request.lines), AUTO]
+            lines = request.reduced
             for line in lines:
                 progress(f"checking {line}")
                 answers = ranks.ask({"do": "warm", "line": line}, f"checking {line}")
                 if len({answer["digest"] for answer in answers}) > 1:
                     raise OffbeatError(f"bench: wrong result: with {line} the ranks have different bits")
-                why = answers[0]["why"]
+                if line not in map(_coded, request.codecs) and line != PLAIN:
+                    why.append(f"{line.partition(':')[2]}: {answers[0]['why']}")
             turns: dict[str, Turn[tuple[float, float]]] = {line: partial(_time, ranks, line) for line in lines}
             rounds = alternate(turns, request.rounds, progress)
     return result_of(request, machine | facts, speeds, rounds, why)
@@ -165,7 +182,7 @@ def result_of(
     machine: Mapping[str, Any],
     speeds: Mapping[str, tuple[float, float]],
     rounds: Mapping[str, Sequence[tuple[float, float]]],
-    why: str,
+    why: Sequence[str],
 ) -> BenchResult:
     """From the seconds of each codec, and of each line in each round."""
     size = 4 * request.parameters
@@ -180,7 +197,7 @@ def result_of(
         "machine": dict(machine),
         "codecs": rows,
         "definitions": dict(DEFINITIONS) if reduced else {name: DEFINITIONS[name] for name in _SPEEDS},
-        **({"links": lab, "rounds": request.rounds, "strategies": reduced, "why": why} if reduced else {}),
+        **({"links": lab, "rounds": request.rounds, "strategies": reduced, "why": list(why)} if reduced else {}),
     }
     tables: list[tuple[Sequence[Field], Sequence[Row]]] = [(SPEED_FIELDS, rows)]
     if reduced:
@@ -190,7 +207,7 @@ def result_of(
         heading=f"codecs on {format_size(size)} of gradients, all-reduce of {who}",
         tables=tuple(tables),
         verdict=_verdict(reduced) if reduced else _advice(rows),
-        details=[f"codec=auto: {why}"] if why else [],
+        details=list(why),
         terms=[
             *((name.partition("_")[0], DEFINITIONS[name]) for name in _SPEEDS[1:3]),
             ("in an all-reduce", DEFINITIONS["coding_bytes_per_s"]),
@@ -232,16 +249,17 @@ def _reduce_rows(rounds: Mapping[str, Sequence[tuple[float, float]]]) -> list[di
 
 
 def _verdict(reduced: Sequence[Row]) -> list[str]:
-    named = [row for row in reduced if row["line"] not in (PLAIN, AUTO)]
     best = max(reduced, key=lambda row: row["gain"])
-    loses = [row["line"].partition("=")[2] for row in named if row["gain"] < 1]
     told = [f"fastest: {best['line']}, {best['gain']:.2f}x {PLAIN}"]
+    options = {row["line"]: codecs.read_option(row["line"].partition("=")[2]) for row in reduced[1:]}
+    loses = [row["line"].partition("=")[2] for row in reduced[1:] if row["gain"] < 1 and not options[row["line"]].auto]
     told += [f"slower than {PLAIN} here: {', '.join(loses)}"] if loses else []
-    auto = next((row for row in reduced if row["line"] == AUTO), None)
-    if auto is not None:
-        choices = {PLAIN, *(f"{PLAIN}:codec={line}" for line in AUTO_LINES)}
-        fastest = min(row["ms"] for row in reduced if row["line"] in choices)
-        told.append(f"{AUTO}: {auto['ms'] / fastest - 1:+.0%} against the fastest that it chooses from")
+    for row in reduced[1:]:
+        option = options[row["line"]]
+        if option.auto:
+            choices = {PLAIN, *(_coded(codec.line) for codec in option.codecs)}
+            fastest = min(one["ms"] for one in reduced if one["line"] in choices)
+            told.append(f"{row['line']}: {row['ms'] / fastest - 1:+.0%} against the fastest that it chooses from")
     return told
 
 
