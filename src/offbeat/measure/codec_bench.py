@@ -199,13 +199,11 @@ def result_of(
         "definitions": dict(DEFINITIONS) if reduced else {name: DEFINITIONS[name] for name in _SPEEDS},
         **({"links": lab, "rounds": request.rounds, "strategies": reduced, "why": list(why)} if reduced else {}),
     }
-    tables: list[tuple[Sequence[Field], Sequence[Row]]] = [(SPEED_FIELDS, rows)]
-    if reduced:
-        tables.append((REDUCE_FIELDS, reduced))
+    tables: list[tuple[Sequence[Field], Sequence[Row]]] = [(SPEED_FIELDS, rows), (REDUCE_FIELDS, reduced)]
     return BenchResult(
         json=json,
         heading=f"codecs on {format_size(size)} of gradients, all-reduce of {who}",
-        tables=tuple(tables),
+        tables=tuple(table for table in tables if table[1]),
         verdict=_verdict(reduced) if reduced else _advice(rows),
         details=list(why),
         terms=[
