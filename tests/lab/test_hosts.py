@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -107,6 +108,27 @@ def test_what_a_program_printed_and_how_it_ended_is_known_also_after_the_lab(sta
         running.wait(0.01)
     lab.close()
     assert (running.wait(0), running.output) == (-signal.SIGKILL, "started\n")
+
+
+def test_of_a_program_that_was_run_to_its_end_no_descriptor_is_left(start_lab: StartLab) -> None:
+    lab = start_lab(hosts=1)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        lab.run(0, ["true"])
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_program_is_waited_for_by_a_descriptor_above_1023(start_lab: StartLab) -> None:
+    lab = start_lab(hosts=1)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, limits[1]), limits[1]))
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert lab.run(0, ["echo", "here"]).stdout == "here\n"
+    finally:
+        for one in taken:
+            os.close(one)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_program_gets_its_environment_directory_and_arguments(start_lab: StartLab, tmp_path: Path) -> None:

@@ -116,8 +116,9 @@ class HostProcess:
     def wait(self, timeout_s: float = 60.0) -> int:
         """Its exit code, or minus the signal that killed it; a `TimeoutError` when it runs longer."""
         if self._code is None:
-            ready, _, _ = select.select([self._ended], [], [], max(0.0, timeout_s))
-            if not ready:
+            ended = select.poll()  # not select.select, which knows descriptors up to 1,023
+            ended.register(self._ended, select.POLLIN)
+            if not ended.poll(1e3 * max(0.0, timeout_s)):
                 raise TimeoutError(
                     f"{self._init.name}: '{' '.join(self.words)}' has been running for more than {timeout_s:g} s"
                 )

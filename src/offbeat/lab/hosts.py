@@ -179,8 +179,12 @@ class Lab:
         return PipedProcess(self._init(host), self.network.fill(words, host), environment)
 
     def run(self, host: int, words: Sequence[str], *, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
-        """Run a program on a host until it ends; `stdout` is all that it printed."""
-        return self.start(host, words).result(timeout_s)
+        """Run a program on a host until it ends; `stdout` is all that it printed. Nothing of it is kept."""
+        process = self.start(host, words)
+        result = process.result(timeout_s)
+        process.close()
+        self._processes.remove(process)
+        return result
 
     def _init(self, host: int) -> InitProcess:
         self._check(host)
