@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import torch
 
 from offbeat import codecs
@@ -10,12 +12,12 @@ from offbeat.server.arena import stamp
 from offbeat.server.parameter_layout import ParameterLayout
 from offbeat.server.remote.frames import PIECE_BYTES, SEED_BYTES, Header, Kind, Region, Words
 from offbeat.server.remote.gateway import KEPT_S, Places
-from offbeat.server.remote.outgoing import Outgoing
+from offbeat.server.remote.outgoing import LEAST_BYTES, Outgoing, Pace
 from offbeat.server.remote.remote_arena import RemoteArena
 from offbeat.server.remote.road_process import HeartbeatLimit
 from offbeat.server.run_setting import RunSetting
 
-SLOT = memoryview(bytes(range(256)) * 8192)  # 2 MiB
+SLOT = memoryview(bytes(range(256)) * 16384)  # 4 MiB
 MESSAGE = Header(Kind.MESSAGE, size=4)
 
 
@@ -77,6 +79,34 @@ def test_a_message_that_is_said_again_while_it_waits_is_sent_once() -> None:
     out.add(MESSAGE, b"push")
     out.add(MESSAGE, b"stop")
     assert len(sent(out)) == 2
+
+
+class Kernel:
+    """A socket that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.kept: list[int] = []
+
+    def setsockopt(self, level: int, option: int, value: int) -> None:
+        assert (level, option) == (socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)
+        self.kept.append(value)
+
+
+def test_pieces_are_as_large_as_a_connection_sends_in_a_hundredth_of_a_second() -> None:
+    for bytes_per_s, least, most in ((1.25e6, 1, 1), (1.25e8, 2, 8), (3e9, 8, 8)):
+        pace, kernel = Pace(), Kernel()
+        pace.begin(kernel)  # type: ignore[arg-type]  # all of a socket that it uses
+        for _ in range(20):
+            pace.sent(pace.piece_bytes, pace.piece_bytes / bytes_per_s)
+        assert least * LEAST_BYTES <= pace.piece_bytes <= most * LEAST_BYTES, bytes_per_s
+        assert kernel.kept[-1] == pace.piece_bytes <= PIECE_BYTES
+
+
+def test_the_end_of_a_layer_says_nothing_of_how_fast_a_connection_is() -> None:
+    pace = Pace()
+    pace.begin(Kernel())  # type: ignore[arg-type]  # all of a socket that it uses
+    pace.sent(LEAST_BYTES - 1, 0.0)
+    assert pace.piece_bytes == LEAST_BYTES
 
 
 # --- the learner's memory ---------------------------------------------------------------------------------------------

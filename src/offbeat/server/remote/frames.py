@@ -23,8 +23,8 @@ from typing import NamedTuple
 from offbeat.errors import OffbeatError
 from offbeat.server.wire import MOST_BYTES
 
-PROTOCOL = 3
-PIECE_BYTES = 256 * 1024
+PROTOCOL = 4
+PIECE_BYTES = 1024 * 1024
 _HEADER = struct.Struct("<4sBBHIQQ")
 _MAGIC = b"obr1"
 HEADER_BYTES = _HEADER.size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import weakref
 from collections import deque
@@ -11,8 +12,36 @@ from typing import Protocol
 
 from offbeat.server.remote.frames import GRADIENTS, PIECE_BYTES, Header
 
-NOT_SENT_BYTES = 128 * 1024  # that the kernel takes of gradients and has not sent: they can be cancelled no more
+LEAST_BYTES = 128 * 1024
+QUICK_S, SLOW_S = 0.0025, 0.01
 _LOOK_S = 0.2  # where there is nothing to send
+
+
+class Pace:
+    """How much of a gradient the kernel is given at a time. What it has taken can be cancelled no more, but large
+    pieces cost less: one is to take `QUICK_S` to `SLOW_S` on this connection, and the kernel keeps about one unsent.
+    """
+
+    def __init__(self) -> None:
+        self.piece_bytes = LEAST_BYTES
+
+    def begin(self, one: socket.socket) -> None:
+        """On a new connection."""
+        self._one = one
+        self._set(LEAST_BYTES)
+
+    def _set(self, piece_bytes: int) -> None:
+        self.piece_bytes = piece_bytes
+        self._one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, piece_bytes)
+
+    def sent(self, size_bytes: int, seconds: float) -> None:
+        """A piece of so many bytes has been given to the kernel, in so long."""
+        if size_bytes < self.piece_bytes:
+            return
+        if seconds < QUICK_S and self.piece_bytes < PIECE_BYTES:
+            self._set(2 * self.piece_bytes)
+        elif seconds > SLOW_S and self.piece_bytes > LEAST_BYTES:
+            self._set(self.piece_bytes // 2)
 
 
 @dataclass(slots=True)
@@ -55,7 +84,7 @@ class Outgoing:
                 self._queue.append((header, payload))
             self._changed.notify()
 
-    def next(self, cancelled: int) -> tuple[Header, memoryview | bytes] | None:
+    def next(self, cancelled: int, piece_bytes: int = PIECE_BYTES) -> tuple[Header, memoryview | bytes] | None:
         """The next frame, in some time; None: there is none yet. Gradients of minibatches up to `cancelled` are
         left out."""
         with self._changed:
@@ -72,7 +101,7 @@ class Outgoing:
                 if first.header.region in GRADIENTS and first.header.number <= cancelled:
                     self._queue.popleft()
                     continue
-                start, end = first.start, min(first.end, first.start + PIECE_BYTES)
+                start, end = first.start, min(first.end, first.start + piece_bytes)
                 first.start = end
                 if end == first.end:
                     self._queue.popleft()

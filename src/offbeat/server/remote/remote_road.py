@@ -42,7 +42,7 @@ from offbeat.server.remote.frames import (
     unpack,
     unpack_words,
 )
-from offbeat.server.remote.outgoing import NOT_SENT_BYTES, Outgoing, close_in_children
+from offbeat.server.remote.outgoing import Outgoing, Pace, close_in_children
 from offbeat.server.remote.remote_arena import RemoteArena
 from offbeat.server.remote.spread_arena import SpreadArena
 from offbeat.server.wire import MOST_BYTES, Paused, Push, Seeded, Welcome, WireError, decode_input, decode_output
@@ -68,7 +68,8 @@ class Link:
         self._saying = threading.Lock()  # of UP_CONTROL
         self._closing = threading.Lock()
         self._cancel, _, self._beat = arena.learner_words[0]
-        raw_of(connections[Channel.UP_DATA]).setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOT_SENT_BYTES)
+        self._pace = Pace()
+        self._pace.begin(raw_of(connections[Channel.UP_DATA]))
         self._carrier: threading.Thread | None = None
         close_in_children(self)
 
@@ -172,12 +173,14 @@ class Link:
             self.end()
 
     def _send_data(self) -> None:
-        one = self._connections[Channel.UP_DATA]
+        one, pace = self._connections[Channel.UP_DATA], self._pace
         while not self.broken:
-            frame = self._out.next(self._cancel.get())
+            frame = self._out.next(self._cancel.get(), pace.piece_bytes)
             if frame is not None:
                 header, payload = frame
+                began_s = time.monotonic()
                 send_all(one, [header.pack(), payload])
+                pace.sent(len(payload), time.monotonic() - began_s)
 
     # --- down -------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -33,7 +32,7 @@ from offbeat.server.remote.frames import (
     Region,
     unpack,
 )
-from offbeat.server.remote.outgoing import NOT_SENT_BYTES, Outgoing, close_in_children
+from offbeat.server.remote.outgoing import Outgoing, Pace, close_in_children
 from offbeat.server.remote.road_process import pieces_of
 
 LIMIT_S = 60.0  # for a host that cannot be reached
@@ -62,7 +61,7 @@ class ShardLink:
     ) -> None:
         self._place, self._key, self._learner, self._host = place, key, learner, host
         self._cancelled = cancelled
-        self._out, self._readings = Outgoing(), SimpleQueue[_Reading | None]()
+        self._out, self._pace, self._readings = Outgoing(), Pace(), SimpleQueue[_Reading | None]()
         self._connections: dict[Channel, AnyConnection] = {}
         self._changed = threading.Condition()  # of these:
         self._breaks = self._flushed = 0
@@ -147,7 +146,7 @@ class ShardLink:
             greeting = Greeting(channel, self._learner, self._host, secrets.token_bytes(16))
             one = dial(self._place, self._key, greeting.pack(), _DIAL_S)
             if channel is Channel.SHARD_UP:
-                raw_of(one).setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOT_SENT_BYTES)
+                self._pace.begin(raw_of(one))
             self._connections[channel] = one
         return self._connections[channel]
 
@@ -163,13 +162,14 @@ class ShardLink:
     def _send_all(self) -> None:
         room = memoryview(bytearray(HEADER_BYTES))
         while not self.closed:
-            frame = self._out.next(self._cancelled())
+            frame = self._out.next(self._cancelled(), self._pace.piece_bytes)
             if frame is None:
                 continue
             header, payload = frame
             try:
-                one = self._connection(Channel.SHARD_UP)
+                one, began_s = self._connection(Channel.SHARD_UP), time.monotonic()
                 send_all(one, [header.pack(), payload])
+                self._pace.sent(len(payload), time.monotonic() - began_s)
                 if header.kind is Kind.FLUSH:
                     receive_all(one, room)
                     with self._changed:
