@@ -1,16 +1,20 @@
 """Every fault between hosts, injected again and again, and a table of what became of it.
 
     cd tests && OFFBEAT_REPEATS=20 python -m process.remote_fault_table [--rows 11,29] [--long]
+    cd tests && OFFBEAT_REPEATS=20 python -m process.remote_fault_table --out faults.jsonl     # again: goes on there
+    cd tests && python -m process.remote_fault_table --table faults.jsonl
 
 Each run is a training on four hosts of a lab, with a learner on each; the strategy, the moment and the host that is
 struck change with the seed. `remote_runs` judges it by its log. `back after` is the time from the end of the fault
 until the host that was struck pushes again, `no update for` the longest time without an update: median and longest. It
-ends with 1 where one fault was not survived as promised. `--long` adds cuts of 60 s, 3 times each.
+ends with 1 where one fault was not survived as promised. `--long` adds cuts of 60 s, 3 times each. With `--out` every
+run is a line of that file as soon as it is over, and is not made again; several commands may share the file.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import re
@@ -406,6 +410,25 @@ def rows(*, long: bool = False) -> list[Row]:
     ]
 
 
+def known(file: Path | None) -> dict[tuple[str, int], Outcome]:
+    """The runs that were made before, by fault and seed."""
+    if file is None or not file.is_file():
+        return {}
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return {
+        (one["fault"], one["seed"]): Outcome(
+            Findings(**one["found"] | {"wrong": tuple(one["found"]["wrong"])}), one["back_s"], one["stall_s"]
+        )
+        for one in lines
+    }
+
+
+def keep(file: Path, fault: str, seed: int, outcome: Outcome) -> None:
+    own = {"fault": fault, "seed": seed, **outcome._asdict(), "found": outcome.found._asdict()}
+    with file.open("a", encoding="utf-8") as out:
+        out.write(json.dumps(own) + "\n")
+
+
 def played(row: Row, seed: int) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="offbeat-remote-faults-") as name:
         try:
@@ -422,8 +445,10 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="REGEX", help="words of faults")
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     parser.add_argument("--long", action="store_true")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="keep every run there, and make only those that lack")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="make none: the table of those that are there")
     given = parser.parse_args()
-    repeats = int(os.environ.get("OFFBEAT_REPEATS", "3"))
+    repeats, file = int(os.environ.get("OFFBEAT_REPEATS", "3")), given.table or given.out
     asked = {int(number) for number in given.rows.split(",") if number}
     table = [row for row in rows(long=given.long) if not asked or row.number in asked]
     table = [row for row in table if re.search(given.only, row.fault)]
@@ -431,10 +456,17 @@ def main() -> int:
     print(f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}")
     print(f"{'#':>3}  {'fault':52} {'':6}{heads}", flush=True)
     for row in table:
-        for seed in range(given.seed, given.seed + min(repeats, row.most or repeats)):
-            row.outcomes.append(played(row, seed))
-            if row.outcomes[-1] in row.failed:
-                print(f"     seed {seed}: {row.outcomes[-1].found}", file=sys.stderr, flush=True)
+        before = known(file)
+        seeds: Sequence[int] = range(given.seed, given.seed + min(repeats, row.most or repeats))
+        if given.table:
+            seeds = sorted(seed for fault, seed in before if fault == row.fault)
+        for seed in seeds:
+            outcome = before.get((row.fault, seed)) or played(row, seed)
+            row.outcomes.append(outcome)
+            if given.out and (row.fault, seed) not in before:
+                keep(given.out, row.fault, seed, outcome)
+            if outcome in row.failed:
+                print(f"     seed {seed}: {outcome.found}", file=sys.stderr, flush=True)
         print(row, flush=True)
     wrong = [row.fault for row in table if row.failed]
     print(f"{len(table) - len(wrong)} of {len(table)} rows as promised" + (f"; not: {wrong}" if wrong else ""))

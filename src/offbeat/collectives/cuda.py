@@ -31,6 +31,8 @@ def first_tensor(arguments: Any) -> Tensor | None:
     if not isinstance(arguments, _SEVERAL):
         return arguments if isinstance(arguments, Tensor) else None
     for one in arguments:
+        if type(one) is Tensor:  # as most are: it is asked twice a call
+            return one
         found = first_tensor(one)
         if found is not None:
             return found

@@ -324,7 +324,9 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
 
         background = opts is None or opts.asyncOp
         tensor = first_tensor(result)
-        job = run if tensor is None or not tensor.is_cuda else self._gpus.staged(run, tensor.device)
+        job = jobs[0] if len(jobs) == 1 else run
+        if tensor is not None and tensor.is_cuda:
+            job = self._gpus.staged(job, tensor.device)
         return self._keep(self._progress.submit(job, PendingCall(result), background=background))
 
     def _measure(self, patience: Patience) -> None:
