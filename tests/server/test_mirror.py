@@ -22,13 +22,13 @@ from offbeat.server.remote import mirror
 from offbeat.server.remote.frames import HEADER_BYTES, Channel, FrameError, Header, Kind, unpack
 from offbeat.server.remote.mirror import Mirror
 from offbeat.server.wire import Committed, Go, Ready
-from server.test_recovery import Desk
+from server.test_recovery import LoneCoordinator
 
 PLACE, RUN = Place("127.0.0.1", 1), b"r" * 16
 LIMIT_S = 30
 
 
-class MirroredDesk(Desk):
+class MirroredCoordinator(LoneCoordinator):
     """With a mirror on the other end of a socket pair: the real one, and the road process's loop, in threads."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, line: str = "async") -> None:
@@ -66,97 +66,97 @@ class MirroredDesk(Desk):
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MirroredDesk]:
-    made = MirroredDesk(tmp_path, monkeypatch)
+def lone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MirroredCoordinator]:
+    made = MirroredCoordinator(tmp_path, monkeypatch)
     yield made
     made.close()
 
 
-def test_nobody_is_told_of_an_update_that_the_mirror_does_not_have(desk: MirroredDesk) -> None:
-    desk.start()
-    desk.connect()
-    deliver, heard = desk.process._deliver, []
+def test_nobody_is_told_of_an_update_that_the_mirror_does_not_have(lone: MirroredCoordinator) -> None:
+    lone.start()
+    lone.connect()
+    deliver, heard = lone.process._deliver, []
 
     def delivered(message: Any) -> None:
-        held = desk.mirror.newest()
+        held = lone.mirror.newest()
         version = message.version if isinstance(message, Committed | Go) else 0
         heard.append((version, -1 if held is None else held.version))
         deliver(message)
 
-    desk.process._deliver = delivered  # type: ignore[method-assign]  # to listen
-    desk.work(60, random.Random(0))
+    lone.process._deliver = delivered  # type: ignore[method-assign]  # to listen
+    lone.work(60, random.Random(0))
     assert max(version for version, _ in heard) > 10
     assert all(held >= version for version, held in heard if version), heard
 
 
-def test_the_mirror_has_weights_and_ledger_of_the_newest_version(desk: MirroredDesk) -> None:
-    desk.start()
-    desk.connect()
-    desk.work(40, random.Random(0))
-    desk.process.turn()
-    held, arena = desk.mirror.newest(), desk.process.arena
+def test_the_mirror_has_weights_and_ledger_of_the_newest_version(lone: MirroredCoordinator) -> None:
+    lone.start()
+    lone.connect()
+    lone.work(40, random.Random(0))
+    lone.process.turn()
+    held, arena = lone.mirror.newest(), lone.process.arena
     assert held is not None and arena is not None
-    assert held.version == desk.machine.grants.commit_groups[0].version
+    assert held.version == lone.machine.grants.commit_groups[0].version
     current = arena.current()
     assert held.tensors.keys() == current.keys()
     assert all(torch.equal(held.tensors[name], current[name]) for name in current)
     facts = json.loads(held.facts)
-    assert facts["version"] == held.version and facts["memory"] == desk.machine.guard.kept()
-    assert desk.process.mirroring.updates > 0 and not desk.process.mirroring.without
+    assert facts["version"] == held.version and facts["memory"] == lone.machine.guard.kept()
+    assert lone.process.mirroring.updates > 0 and not lone.process.mirroring.without
 
 
 def test_a_coordinator_that_was_killed_waits_for_the_mirror_of_its_predecessor(
-    desk: MirroredDesk, monkeypatch: pytest.MonkeyPatch
+    lone: MirroredCoordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coordinator_process, "MIRROR_WAIT_S", 0.05)
     monkeypatch.setattr(coordinator_process, "LIVENESS_S", 0.01)
-    desk.start()
-    desk.connect()
-    desk.work(10, random.Random(0))
-    for one in desk.ends:
+    lone.start()
+    lone.connect()
+    lone.work(10, random.Random(0))
+    for one in lone.ends:
         one.close()
-    desk.restart()
-    desk.hear(Ready(0, 1))
-    desk.work(10, random.Random(0))
-    desk.note()
-    assert desk.told[-1] == "the mirror is lost: updates are not mirrored until another successor is there"
+    lone.restart()
+    lone.hear(Ready(0, 1))
+    lone.work(10, random.Random(0))
+    lone.note()
+    assert lone.told[-1] == "the mirror is lost: updates are not mirrored until another successor is there"
 
 
 def test_a_run_whose_mirror_is_lost_waits_for_another_and_then_says_that_it_has_none(
-    desk: MirroredDesk, monkeypatch: pytest.MonkeyPatch
+    lone: MirroredCoordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coordinator_process, "MIRROR_WAIT_S", 0.05)
     monkeypatch.setattr(coordinator_process, "LIVENESS_S", 0.01)
-    desk.start()
-    desk.work(10, random.Random(0))
-    assert desk.process.mirroring.updates == 0  # it was not waited for before it came
-    desk.connect()
-    desk.work(10, random.Random(0))
-    desk.process.turn()
-    mirrored = desk.process.mirroring.updates
+    lone.start()
+    lone.work(10, random.Random(0))
+    assert lone.process.mirroring.updates == 0  # it was not waited for before it came
+    lone.connect()
+    lone.work(10, random.Random(0))
+    lone.process.turn()
+    mirrored = lone.process.mirroring.updates
     assert mirrored > 0
-    for one in desk.ends[1:]:
+    for one in lone.ends[1:]:
         one.close()
-    desk.work(10, random.Random(0))
-    desk.note()
-    assert desk.process.mirroring.updates == mirrored and desk.process.mirroring.without > 0
-    assert desk.told[-1] == "the mirror is lost: updates are not mirrored until another successor is there"
-    desk.connect()
-    desk.process.turn()
-    desk.work(10, random.Random(0))
-    assert desk.process.mirroring.updates > mirrored
+    lone.work(10, random.Random(0))
+    lone.note()
+    assert lone.process.mirroring.updates == mirrored and lone.process.mirroring.without > 0
+    assert lone.told[-1] == "the mirror is lost: updates are not mirrored until another successor is there"
+    lone.connect()
+    lone.process.turn()
+    lone.work(10, random.Random(0))
+    assert lone.process.mirroring.updates > mirrored
 
 
-def test_a_run_that_is_over_waits_for_no_mirror(desk: MirroredDesk) -> None:
-    desk.start()
-    desk.connect()
-    desk.work(10, random.Random(0))
-    mirrored = desk.process.mirroring.updates
-    desk.machine.pauses.over = True
-    for one in desk.ends[1:]:
+def test_a_run_that_is_over_waits_for_no_mirror(lone: MirroredCoordinator) -> None:
+    lone.start()
+    lone.connect()
+    lone.work(10, random.Random(0))
+    mirrored = lone.process.mirroring.updates
+    lone.machine.pauses.over = True
+    for one in lone.ends[1:]:
         one.close()
-    desk.process._mirror_update(desk.machine, 1.0)  # comes back at once
-    assert (desk.process.mirroring.updates, desk.process.mirroring.without) == (mirrored, 0)
+    lone.process._mirror_update(lone.machine, 1.0)  # comes back at once
+    assert (lone.process.mirroring.updates, lone.process.mirroring.without) == (mirrored, 0)
 
 
 def test_a_copy_that_did_not_come_whole_is_not_used() -> None:

@@ -68,7 +68,7 @@ class Clock:
         return self.now_s
 
 
-class Desk:
+class LoneCoordinator:
     """A coordinator's process without sockets: what it says is kept, and learners and a server answer from here."""
 
     def __init__(
@@ -214,22 +214,22 @@ def test_log_and_summary_of_a_run_with_restarts_are_those_of_one_without(
     for name, restarts in (("without", 0.0), ("with", 0.05)):
         folder = tmp_path / name
         folder.mkdir()
-        desk = Desk(folder, monkeypatch, line)
+        lone = LoneCoordinator(folder, monkeypatch, line)
         # The clock counts looks at it, and a restart looks too: times come from the messages alone.
-        monkeypatch.setattr(desk.clock, "monotonic", lambda clock=desk.clock: clock.now_s)
-        desk.start()
-        handle = desk.process.__class__._handle
+        monkeypatch.setattr(lone.clock, "monotonic", lambda clock=lone.clock: clock.now_s)
+        lone.start()
+        handle = lone.process.__class__._handle
 
-        def ticking(self: Any, *given: Any, clock: Clock = desk.clock, handle: Any = handle) -> None:
+        def ticking(self: Any, *given: Any, clock: Clock = lone.clock, handle: Any = handle) -> None:
             clock.now_s += 0.001
             handle(self, *given)
 
         with monkeypatch.context() as patched:
             patched.setattr(CoordinatorProcess, "_handle", ticking)
-            desk.work(300, random.Random(3), restarts)
-            desk.note()
-            assert not desk.failed and not desk.told, (desk.failed, desk.told)
-            summary = desk.close()
+            lone.work(300, random.Random(3), restarts)
+            lone.note()
+            assert not lone.failed and not lone.told, (lone.failed, lone.told)
+            summary = lone.close()
         log = read_log(folder / "log")
         replay(log.run, log.decisions)
         found.append(((folder / "log").read_bytes(), json.loads(summary)))
@@ -246,11 +246,11 @@ class Killed(BaseException):
 def test_an_update_that_the_coordinator_makes_itself_is_made_once_however_often_it_is_killed(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    desk = Desk(tmp_path, monkeypatch, line, inside=100)
-    assert desk.process.inside is not None and desk.process.arena is not None
-    for slot in desk.process.arena.slots:  # all gradients, and the learning rate, are 1
+    lone = LoneCoordinator(tmp_path, monkeypatch, line, inside=100)
+    assert lone.process.inside is not None and lone.process.arena is not None
+    for slot in lone.process.arena.slots:  # all gradients, and the learning rate, are 1
         slot.fill_(1.0)
-    desk.start()
+    lone.start()
     chance, handle, apply = random.Random(5), Shard.handle, ShardMemory.apply
 
     def sometimes() -> None:
@@ -271,30 +271,30 @@ def test_an_update_that_the_coordinator_makes_itself_is_made_once_however_often_
     kills = 0
     for _ in range(400):
         try:
-            answer = desk._answer()
-            desk.hear(Tick() if answer is None else answer)
+            answer = lone._answer()
+            lone.hear(Tick() if answer is None else answer)
         except Killed:
             kills += 1
             with monkeypatch.context() as patched:
                 patched.setattr(chance, "random", lambda: 1.0)
-                desk.restart()
+                lone.restart()
                 for learner in range(2):  # they connect again, and ask
-                    desk.hear(Hello(learner, 10 + learner, desk.table.digest))
-    updates = desk.machine.policy.version
-    version, buffer = desk.process.arena.committed[0]
+                    lone.hear(Hello(learner, 10 + learner, lone.table.digest))
+    updates = lone.machine.policy.version
+    version, buffer = lone.process.arena.committed[0]
     assert kills > 10 and updates > 60
-    assert version.get() + len(desk.machine.grants.commit_groups[0].queue) == updates
-    weights = desk.process.arena.weights[buffer.get()]
+    assert version.get() + len(lone.machine.grants.commit_groups[0].queue) == updates
+    weights = lone.process.arena.weights[buffer.get()]
     if "rate" not in line:
         assert torch.equal(weights, torch.full_like(weights, -float(version.get())))
-    desk.close()
+    lone.close()
 
 
 def test_recovery_goes_through_what_came_since_the_last_snapshot_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    desk = Desk(tmp_path, monkeypatch)
-    desk.start()
+    lone = LoneCoordinator(tmp_path, monkeypatch)
+    lone.start()
     taken: list[INPUT] = []
     handle = Coordinator.handle
 
@@ -303,16 +303,16 @@ def test_recovery_goes_through_what_came_since_the_last_snapshot_alone(
         return handle(self, message, at_s)
 
     for _ in range(4):
-        desk.work(900, random.Random(1))
+        lone.work(900, random.Random(1))
         monkeypatch.setattr(Coordinator, "handle", counted)
-        updates = desk.machine.policy.version
-        desk.restart()
+        updates = lone.machine.policy.version
+        lone.restart()
         monkeypatch.setattr(Coordinator, "handle", handle)
-        assert desk.machine.policy.version == updates
+        assert lone.machine.policy.version == updates
         assert len(taken) <= journal.SNAPSHOT_EVERY
         taken.clear()
-        assert sum(os.fstat(file).st_size for file in desk.files) < 1_000_000
-    desk.close()
+        assert sum(os.fstat(file).st_size for file in lone.files) < 1_000_000
+    lone.close()
 
 
 @pytest.mark.usefixtures("often")
@@ -324,68 +324,68 @@ def test_what_makes_the_machine_raise_is_refused_and_all_is_as_before(
         raise ZeroDivisionError("by a message")
 
     monkeypatch.setattr(Coordinator, "_want", raises)
-    desk = Desk(tmp_path, monkeypatch)
-    desk.start()
-    desk.work(100, random.Random(2))
-    before = desk.machine.policy.version, dict(desk.machine.counts)
-    sender = desk.sender(1)
+    lone = LoneCoordinator(tmp_path, monkeypatch)
+    lone.start()
+    lone.work(100, random.Random(2))
+    before = lone.machine.policy.version, dict(lone.machine.counts)
+    sender = lone.sender(1)
     sender.incarnation = 1
     for number in range(MOST_REFUSED):
-        desk.hear(Want(1, 1, number + 1, 0, 1, 9, False), sender)
+        lone.hear(Want(1, 1, number + 1, 0, 1, 9, False), sender)
         if number < MOST_REFUSED - 1:
-            assert (desk.machine.policy.version, dict(desk.machine.counts)) == before
-    desk.note()
-    assert desk.told == ["rejected a message from learner 1: Want: ZeroDivisionError: by a message"] * MOST_REFUSED
-    assert "half done" not in desk.machine.counts
-    assert desk.process.recorder.refused == MOST_REFUSED
-    assert not desk.machine.sessions[1].here, "and its sender is sent away"
-    desk.restart()
-    assert not desk.process.failed and not desk.machine.sessions[1].here
-    desk.work(100, random.Random(2))
-    assert desk.machine.policy.version > before[0], "the other goes on"
-    desk.close()
+            assert (lone.machine.policy.version, dict(lone.machine.counts)) == before
+    lone.note()
+    assert lone.told == ["rejected a message from learner 1: Want: ZeroDivisionError: by a message"] * MOST_REFUSED
+    assert "half done" not in lone.machine.counts
+    assert lone.process.recorder.refused == MOST_REFUSED
+    assert not lone.machine.sessions[1].here, "and its sender is sent away"
+    lone.restart()
+    assert not lone.process.failed and not lone.machine.sessions[1].here
+    lone.work(100, random.Random(2))
+    assert lone.machine.policy.version > before[0], "the other goes on"
+    lone.close()
 
 
 def test_an_entry_that_cannot_be_gone_through_is_set_aside_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    desk = Desk(tmp_path, monkeypatch)
-    desk.start()
-    desk.work(60, random.Random(4))
-    written = desk.process.journal
-    version = desk.machine.policy.version
+    lone = LoneCoordinator(tmp_path, monkeypatch)
+    lone.start()
+    lone.work(60, random.Random(4))
+    written = lone.process.journal
+    version = lone.machine.policy.version
     written.add(b"no message", 1.0)
     written.add(encode(Fetched(1, 1, 10**6)), 2.0)  # harmless
     written.add(encode(Done(0, 1, 10**6)), 2.0)
     entry = encode(Silent(0, 1))
     written.add(entry, 3.0)
     os.pwrite(written.descriptor, b"\xff", written.end - 2)  # and one whose bytes have changed since
-    desk.restart()
-    desk.note()
-    assert [text.partition(":")[0].split(" ", 2)[2] for text in desk.told] == ["of the journal was skipped"] * 2
-    assert "checksum is wrong" in desk.told[1]
-    assert desk.machine.policy.version == version and desk.machine.sessions[0].here
-    desk.restart()
-    assert len(desk.told) == 2, "the next one does not meet them again"
-    desk.close()
+    lone.restart()
+    lone.note()
+    assert [text.partition(":")[0].split(" ", 2)[2] for text in lone.told] == ["of the journal was skipped"] * 2
+    assert "checksum is wrong" in lone.told[1]
+    assert lone.machine.policy.version == version and lone.machine.sessions[0].here
+    lone.restart()
+    assert len(lone.told) == 2, "the next one does not meet them again"
+    lone.close()
 
 
 def test_a_journal_full_of_nonsense_ends_the_run_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    desk = Desk(tmp_path, monkeypatch)
-    desk.start()
+    lone = LoneCoordinator(tmp_path, monkeypatch)
+    lone.start()
     for _ in range(MOST_SET_ASIDE + 2):
-        desk.process.journal.add(b"nonsense", 1.0)
-    desk.restart()
-    desk.note()
-    assert desk.failed.startswith("the coordinator cannot be restarted: ")
-    desk.close()
+        lone.process.journal.add(b"nonsense", 1.0)
+    lone.restart()
+    lone.note()
+    assert lone.failed.startswith("the coordinator cannot be restarted: ")
+    lone.close()
 
 
 def test_a_journal_that_cannot_be_written_is_told_once_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    desk = Desk(tmp_path, monkeypatch)
-    desk.start()
+    lone = LoneCoordinator(tmp_path, monkeypatch)
+    lone.start()
     write = os.pwrite
 
     def full(file: int, data: Any, at: int) -> int:
@@ -393,49 +393,49 @@ def test_a_journal_that_cannot_be_written_is_told_once_and_the_run_goes_on(
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(file, data, at)
 
-    version = desk.machine.policy.version
+    version = lone.machine.policy.version
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", full)
-        desk.work(100, random.Random(5))
-    desk.note()
-    assert desk.told == [
+        lone.work(100, random.Random(5))
+    lone.note()
+    assert lone.told == [
         "cannot write the journal: No space left on device; the run continues, but would end if its coordinator were "
         "killed now"
     ]
-    assert desk.machine.policy.version > version + 10
-    desk.clock.now_s += 10
-    desk.work(1, random.Random(5))
-    version = desk.machine.policy.version
-    desk.restart()
-    desk.note()
-    assert not desk.failed and desk.machine.policy.version == version, "there was room for a snapshot again"
-    desk.close()
+    assert lone.machine.policy.version > version + 10
+    lone.clock.now_s += 10
+    lone.work(1, random.Random(5))
+    version = lone.machine.policy.version
+    lone.restart()
+    lone.note()
+    assert not lone.failed and lone.machine.policy.version == version, "there was room for a snapshot again"
+    lone.close()
 
 
 def test_a_coordinator_that_is_killed_while_its_journal_is_not_whole_fails_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    desk = Desk(tmp_path, monkeypatch)
-    desk.start()
+    lone = LoneCoordinator(tmp_path, monkeypatch)
+    lone.start()
     with monkeypatch.context() as patched:
         patched.setattr(journal, "_write_all", lambda *given: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space")))
-        desk.work(3, random.Random(5))
-    desk.restart()
-    desk.note()
-    assert "killed while its journal could not be written" in desk.failed
-    desk.close()
+        lone.work(3, random.Random(5))
+    lone.restart()
+    lone.note()
+    assert "killed while its journal could not be written" in lone.failed
+    lone.close()
 
 
 def test_the_coordinators_own_messages_cannot_loop_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Coordinator, "_tick", lambda self, message: 1 / 0)
-    desk = Desk(tmp_path, monkeypatch)
-    desk.start()
+    lone = LoneCoordinator(tmp_path, monkeypatch)
+    lone.start()
     for _ in range(MOST_SET_ASIDE + 1):
-        assert not desk.failed
-        desk.hear(Tick())
-        desk.note()
-    assert desk.failed == "the coordinator cannot continue: Tick: ZeroDivisionError: division by zero"
-    desk.close()
+        assert not lone.failed
+        lone.hear(Tick())
+        lone.note()
+    assert lone.failed == "the coordinator cannot continue: Tick: ZeroDivisionError: division by zero"
+    lone.close()
 
 
 def test_a_policy_with_state_that_it_does_not_name_keeps_the_whole_journal() -> None:
@@ -456,12 +456,12 @@ def test_a_policy_with_state_that_it_does_not_name_keeps_the_whole_journal() -> 
 
 def test_a_welcome_is_known_to_the_successor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a learner that dies with the coordinator would never be found dead."""
-    desk = Desk(tmp_path, monkeypatch)
-    desk.process.pids = {10: 4711}
-    desk.hear(Hello(0, 10, desk.table.digest))
-    assert any(isinstance(told, Welcome) for told in desk.said)
-    desk.restart({10: 4711})
-    assert desk.process.pids_by_session == {(0, 1): 4711}
-    desk.restart()
-    assert desk.process.pids_by_session == {(0, 1): 4711}, "by the snapshot"
-    desk.close()
+    lone = LoneCoordinator(tmp_path, monkeypatch)
+    lone.process.pids = {10: 4711}
+    lone.hear(Hello(0, 10, lone.table.digest))
+    assert any(isinstance(told, Welcome) for told in lone.said)
+    lone.restart({10: 4711})
+    assert lone.process.pids_by_session == {(0, 1): 4711}
+    lone.restart()
+    assert lone.process.pids_by_session == {(0, 1): 4711}, "by the snapshot"
+    lone.close()
