@@ -3,6 +3,7 @@
     python benchmarks/hosts_study.py --out study --quick            # one seed, a tenth of the images
     python benchmarks/hosts_study.py --out study --limit 280s       # runs until the limit; again: goes on where it was
     python benchmarks/hosts_study.py --out study --table            # only what was measured so far
+    python benchmarks/hosts_study.py --out study --table --svg study.svg
 
 A lab of 4 hosts, each with one learner: links of 100 Mbit/s, but 10 Mbit/s for host 3, and the learner of host 2 takes
 3 times as long for each minibatch. fashion-cnn trains until an epoch ends with the accuracy reached. Servers are on
@@ -31,6 +32,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from offbeat.charts.labelled_lines import Line, line_chart
 from offbeat.datasets.fashion import folders
 from offbeat.lab import Lab
 from offbeat.lab.control import HostProcess
@@ -71,6 +73,7 @@ class Result(NamedTuple):
     to_target_s: float | None
     updates: int
     epochs: int
+    points: Sequence[Sequence[float]] = ()  # seconds and accuracy of each evaluation
 
 
 class Study(NamedTuple):
@@ -180,9 +183,10 @@ def train(study: Study, line: str, seed: int) -> Result:
     last, first_row = rows[-1], rows[0]
     since = first_row if len(rows) > 1 else {"seconds": 0.0, "update": 0}  # the first epoch warms up
     update_s = (last["seconds"] - since["seconds"]) / (last["update"] - since["update"])
-    at = reached_at([row["accuracy"] for row in rows], study.target)
-    to_target_s = None if at is None else float(rows[at]["seconds"])
-    return Result(line, seed, "measured", update_s, to_target_s, last["update"], last["epoch"])
+    points = [(float(row["seconds"]), float(row["accuracy"])) for row in rows]
+    at = reached_at([accuracy for _, accuracy in points], study.target)
+    to_target_s = None if at is None else points[at][0]
+    return Result(line, seed, "measured", update_s, to_target_s, last["update"], last["epoch"], points)
 
 
 def _join(lab: Lab, host: int, words: Sequence[str], environment: dict[str, str]) -> HostProcess:
@@ -267,6 +271,26 @@ def tell(study: Study) -> bool:
     return updates and accuracies and not wrong and len(reached) == len(rows)
 
 
+def draw(study: Study) -> str:
+    """Error against time as it was measured: a thin line for each seed, and their medians."""
+    found = []
+    for line in study.lines:
+        runs = [one.points for one in study.known() if (one.line, one.kind) == (line, "measured")]
+        curves = tuple(tuple((at_s, 1 - accuracy) for at_s, accuracy in points) for points in runs)
+        if curves:
+            found.append(Line(line, curves))
+    return line_chart(
+        found,
+        title=f"{RECIPE} on 4 unequal hosts: test error against time, measured",
+        subtitle="100 Mbit/s, one host with 10 Mbit/s, one learner 3 times as slow; an evaluation each epoch",
+        x_label="seconds of training",
+        y_label="test error",
+        target=1 - study.target,
+        target_label=f"target: {100 * study.target:.0f} % right",
+        log_x=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -278,6 +302,7 @@ def main() -> None:
     parser.add_argument("--limit", type=parse_seconds, default=float("inf"), help="begin no training after so long")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="only predict, or only measure")
     parser.add_argument("--table", action="store_true", help="only print what is there")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw what was measured")
     given = parser.parse_args()
     study = Study(
         given.out.absolute(),
@@ -304,6 +329,8 @@ def main() -> None:
             study.add(result)
             print(result, flush=True)
     good = tell(study)
+    if given.svg:
+        given.svg.write_text(draw(study), encoding="utf-8")
     if left:
         print(
             f"{len(left)} of {len(study.seeds) * len(study.lines) * len(given.kinds)} are left; run it again to go on"
