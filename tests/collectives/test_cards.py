@@ -66,6 +66,26 @@ def junk(chance: random.Random) -> bytes:
     return chance.choice([whole, cut, noise, b"[" * 20_000, b"9" * 20_000, b"null", b'{"protocol": 1}', b""])
 
 
+@pytest.mark.parametrize("wrong", [{"port": 70000}, {"port": -1}, {"address": "a name"}, {"address": ""}])
+def test_a_card_says_where_to_connect_by_an_address_and_a_port(wrong: dict[str, Any]) -> None:
+    right = {**CARD, "address": "10.0.0.1", "port": 7000}
+    assert read(json.dumps(right).encode(), "address/1/0", None) == right
+    with pytest.raises(CardError, match=f"has a wrong '{next(iter(wrong))}'"):
+        read(json.dumps(right | wrong).encode(), "address/1/0", None)
+
+
+def test_a_card_without_what_its_kind_needs_is_not_taken() -> None:
+    store, place = HashStore(), ["address/0", "address/1"]
+    own = {**CARD, "address": "10.0.0.1", "port": 7000}
+    exchange = cards.CardExchange(store, place, 0, own, None, lambda _: False, needs=("address", "port"))
+    store.set(place[1], json.dumps({**CARD, "port": 7000}))
+    end_s = time.monotonic() + 0.3
+    with cards.bounded(store), pytest.raises(CardError, match="has no 'address'"):
+        exchange.wait_for(1, end_s)
+    store.set(place[1], json.dumps({"protocol": 1, "error": "no memory"}))
+    assert exchange.wait_for(1, time.monotonic() + 5)["error"] == "no memory"
+
+
 @pytest.mark.parametrize("secret", [None, KEY])
 def test_whatever_stands_there_is_a_card_or_a_card_error(secret: bytes | None) -> None:
     chance = random.Random(0)

@@ -11,7 +11,7 @@ import pytest
 
 from offbeat.cli import main
 from offbeat.errors import OffbeatError, RequestError
-from offbeat.network.keys import derive, is_open, key_of, read, secret_of
+from offbeat.network.keys import RunKey, derive, is_open, key_of, read, read_from, secret_of
 
 SECRET = "0123456789abcdef" * 4
 # Made once: a secret must give the same key with every version of the library, on every host.
@@ -69,9 +69,29 @@ def test_what_is_no_key_is_refused_in_one_line(tmp_path: Path, text: bytes) -> N
     path.chmod(0o600)
     with pytest.raises(RequestError, match="is not a file of offbeat keys"):
         read(path)
-    for wrong in (tmp_path, tmp_path / "nothing"):
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for wrong in (tmp_path, tmp_path / "nothing", tmp_path / "pipe"):
         with pytest.raises(RequestError, match="OFFBEAT_KEY: "):
             read(wrong)
+
+
+def test_a_key_that_does_not_work_is_refused_where_it_is_read(tmp_path: Path) -> None:
+    one, other = derive(b"one"), derive(b"other")
+    path = tmp_path / "run.key"
+    for broken in (RunKey(b"\0\0\0", b"\0\0\0"), RunKey(one.private, b"\0"), RunKey(one.private, other.certificate)):
+        path.write_bytes(broken.pem)
+        path.chmod(0o600)
+        with pytest.raises(RequestError, match="its key and certificate do not work"):
+            read(path)
+
+
+def test_a_standard_input_that_is_closed_holds_no_key() -> None:
+    descriptor = os.open(os.devnull, os.O_WRONLY)
+    try:
+        with pytest.raises(RequestError, match="standard input did not begin with a key"):
+            read_from(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def test_the_environment_names_a_key_or_a_secret_or_says_open(tmp_path: Path) -> None:

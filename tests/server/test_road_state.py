@@ -5,7 +5,7 @@ from __future__ import annotations
 from offbeat.server.arena import stamp
 from offbeat.server.remote.frames import Header, Kind, Region
 from offbeat.server.remote.road_state import ASK_BUFFER, GO_BUFFER, PinnedSend, RoadState, Target
-from offbeat.server.wire import Bye, EndPause, Fenced, Go, Hello, Push, Seeded, Stop, Weights, Welcome
+from offbeat.server.wire import Bye, EndPause, EnterPause, Fenced, Go, Hello, Push, Seeded, Stop, Weights, Welcome
 
 L, I = 3, 5  # noqa: E741 - learner and incarnation
 PIECES = ((1, 40),)
@@ -98,6 +98,14 @@ def test_initial_weights_are_taken_only_from_who_is_asked_for_them() -> None:
     assert state.target(weights._replace(number=I - 1)) is None
     state.heard(Seeded(L, I))
     assert state.target(weights) is None
+
+
+def test_it_is_known_to_which_pause_a_learner_was_called() -> None:
+    state = joined()
+    assert state.pause == 0
+    for number in (4, 5, 4):
+        state.told(EnterPause(L, I, number))
+    assert state.pause == 5
 
 
 def test_it_is_known_who_has_left_in_order() -> None:

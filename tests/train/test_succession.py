@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from lab.fixture import StartLab, wait_for
@@ -21,11 +23,11 @@ from offbeat.errors import OffbeatError, PeerError, RequestError
 from offbeat.lab import Lab
 from offbeat.network import keys
 from offbeat.network.connections import AnyConnection, Place
-from offbeat.network.port import Port, listen, raw_of
+from offbeat.network.port import Guest, Port, listen, raw_of, send_all
 from offbeat.runs.run_folder import RunDir
 from offbeat.server.remote import checkpoint_copies
-from offbeat.server.remote.checkpoint_copies import follow_run, newest_copy, serve_copies
-from offbeat.server.remote.frames import GREETING_BYTES, Channel, unpack_greeting
+from offbeat.server.remote.checkpoint_copies import CheckpointCopy, CopiedFile, follow_run, newest_copy, serve_copies
+from offbeat.server.remote.frames import GREETING_BYTES, PIECE_BYTES, Channel, unpack_greeting
 from offbeat.train import succession
 from offbeat.train.succession import LostRun, SeenUpdates, go_on, own_index, parse_successors
 from process.remote_fault_table import Outcome, run_host_killed, server_host_killed
@@ -72,6 +74,81 @@ def test_copies_follow_the_newest_checkpoint_until_the_host_is_lost(
     server.join(LIMIT_S)
     raw_of(guests[0].connection).close()
     assert [path.name for path in (here / "checkpoints").iterdir()] == ["update-00000010"]  # older ones are removed
+
+
+def test_a_copy_that_takes_long_is_a_sign_of_life_and_one_that_breaks_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pieces of a checkpoint take longer than a host may be silent, and then the connection breaks."""
+    monkeypatch.setattr(checkpoint_copies, "LOST_S", 1.0)
+    monkeypatch.setattr(checkpoint_copies, "BEAT_S", 0.05)
+    files = (CopiedFile("weights.safetensors", 4 * PIECE_BYTES),)
+    told = msgspec.json.encode(CheckpointCopy("update-00000009", "{}", files))
+    found: list[int] = []
+    with listen(Place("127.0.0.1", 0), "test") as listener:
+        place, port = Place(*listener.getsockname()), Port(listener, None, GREETING_BYTES)
+        follower = threading.Thread(target=lambda: found.append(follow_run(place, None, tmp_path, RUN)), daemon=True)
+        follower.start()
+        for _ in range(2):
+            (guest,) = _guests(port)
+            send_all(guest.connection, [len(told).to_bytes(4, "little"), told])
+            for _ in range(3):
+                time.sleep(0.4)
+                send_all(guest.connection, [bytes(PIECE_BYTES)])
+            raw_of(guest.connection).close()
+        assert follower.is_alive() and not found
+        port.close()
+    follower.join(LIMIT_S)
+    assert found == [checkpoint_copies.LOST]
+    assert newest_copy(tmp_path) == ""
+
+
+def _guests(port: Port) -> list[Guest]:
+    end_s = time.monotonic() + LIMIT_S
+    while time.monotonic() < end_s:
+        if guests := port.poll(1.0):
+            return guests
+    raise AssertionError("nobody came")
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checkpoint_copies, "LOST_S", 2.0)
+    monkeypatch.setattr(checkpoint_copies, "BEAT_S", 0.05)
+    there, here = tmp_path / "there", tmp_path / "here"
+    there.mkdir()
+    RunDir(there).write_config("{}")
+    save(there, 9, b"a" * 3 * PIECE_BYTES)
+    write_files = checkpoint_copies._write_files
+
+    def full(copy: CheckpointCopy, run: RunDir, pieces: Iterator[memoryview]) -> None:
+        if copy.name == "update-00000009":
+            next(pieces)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_files(copy, run, pieces)
+
+    monkeypatch.setattr(checkpoint_copies, "_write_files", full)
+    with listen(Place("127.0.0.1", 0), "test") as listener:
+        place, port = Place(*listener.getsockname()), Port(listener, None, GREETING_BYTES)
+        follower = threading.Thread(target=follow_run, args=(place, None, here, RUN), daemon=True)
+        follower.start()
+        (guest,) = _guests(port)
+        server = threading.Thread(target=_serve, args=(guest.connection, there), daemon=True)
+        server.start()
+        end_s, told = time.monotonic() + LIMIT_S, ""
+        while "cannot keep update-00000009" not in told and time.monotonic() < end_s:
+            told += capfd.readouterr().err
+            time.sleep(0.05)
+        save(there, 10, b"b")
+        _wait_for_copy(here, "update-00000010")
+        assert not port.poll(0.0)  # by the same connection
+        port.close()
+    assert told.count("No space left on device") == 1
+    raw_of(guest.connection).shutdown(socket.SHUT_RDWR)
+    follower.join(LIMIT_S)
+    server.join(LIMIT_S)
+    raw_of(guest.connection).close()
 
 
 def _serve(one: AnyConnection, folder: Path) -> None:
@@ -175,6 +252,9 @@ def test_a_host_finds_its_own_address_in_the_list() -> None:
     assert parse_successors("127.0.0.1:1, 127.0.0.2:2") == ("127.0.0.1:1", "127.0.0.2:2")
     with pytest.raises(RequestError, match="named twice"):
         parse_successors("127.0.0.1:1,127.0.0.1:1")
+    for everywhere in ("0.0.0.0:7000", "[::]:7000"):
+        with pytest.raises(RequestError, match="--successors: expected addresses that belong to one host each"):
+            parse_successors(everywhere)
 
 
 def test_the_newest_update_of_all_learners_counts() -> None:

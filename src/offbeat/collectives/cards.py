@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -109,7 +110,19 @@ def _checked(card: dict[str, Any]) -> dict[str, Any]:
             raise CardError(f"has a wrong '{name[:40]}'")
     if "token" in card and not _is_token(card["token"]):
         raise CardError("has a wrong 'token'")
+    if not 0 <= card.get("port", 0) < 2**16:
+        raise CardError("has a wrong 'port'")
+    if "address" in card and not _is_address(card["address"]):
+        raise CardError("has a wrong 'address'")
     return card
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return False
+    return True
 
 
 def _is_token(text: str) -> bool:
@@ -130,7 +143,7 @@ def token_of(cards: list[dict[str, Any]], secret: bytes | None) -> bytes:
 class CardExchange:
     """One rank's card in a store, and those of the others. `places` are of all ranks, in order.
 
-    `is_gone` tells of a card whether the process that wrote it has ended.
+    `is_gone` tells of a card whether the process that wrote it has ended. A card without an error has all of `needs`.
     """
 
     def __init__(
@@ -141,9 +154,10 @@ class CardExchange:
         card: Mapping[str, Any],
         secret: bytes | None,
         is_gone: Callable[[Mapping[str, Any]], bool],
+        needs: Sequence[str] = (),
     ) -> None:
         self._store, self._places, self._rank, self._secret = store, places, rank, secret
-        self._is_gone = is_gone
+        self._is_gone, self._needs = is_gone, needs
         self._own = {places[rank]: sign(card, places[rank], secret)}  # what this rank puts back
         self._old: frozenset[str] = frozenset()  # tokens of an earlier group
         with suppress(DistNetworkError):  # whoever waits for a card finds out
@@ -223,7 +237,11 @@ class CardExchange:
         return dict(card) if _token(card) not in {*self._old, _token(known)} else None
 
     def _card_of(self, peer: int) -> dict[str, Any]:
-        return read(bytes(self._store.get(self._places[peer])), self._places[peer], self._secret)
+        card = read(bytes(self._store.get(self._places[peer])), self._places[peer], self._secret)
+        missing = next((name for name in self._needs if name not in card and "error" not in card), None)
+        if missing is not None:
+            raise CardError(f"has no '{missing}'")
+        return card
 
     def _mark_of(self, peer: int, wait_s: float = 0.0) -> list[str] | None:
         """The tokens that a rank says it has read; None where it has said nothing that can be believed."""

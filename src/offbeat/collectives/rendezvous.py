@@ -87,10 +87,11 @@ def hand_out_card(
     timeout_s: float,
     kind: str = "card",
     settle_s: float = REPAIR_S,
+    needs: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Everybody's card, in order of rank. A card with an `error` tells the others why a rank cannot come.
 
-    A group that hands out several has a kind for each. `settle_s`: for so long a rank stays until all have read the
+    A group that hands out several has a kind for each, whose cards have all that it `needs`. `settle_s`: for so long a rank stays until all have read the
     same cards. Where the store may hold cards of ranks that were there before, and that this rank never met, that is as
     long as the slowest rank may take to come.
     """
@@ -99,7 +100,7 @@ def hand_out_card(
     mine = {"protocol": PROTOCOL, "token": secrets.token_hex(16), **where, **card}
     everywhere = [_place(peer, kind) for peer in range(len(names))]
     with bounded(store):
-        exchange = CardExchange(store, everywhere, rank, mine, secret_of(), _is_dead)
+        exchange = CardExchange(store, everywhere, rank, mine, secret_of(), _is_dead, needs)
         found: list[dict[str, Any]] = []
         for peer, name in enumerate(names):
             try:
@@ -300,10 +301,10 @@ def meet_remote(
     try:
         if wrong is not None:
             places["error"] = str(wrong).splitlines()[0]
-            hand_out_card(store, rank, names, places, timeout_s, "address")
+            hand_out_card(store, rank, names, places, timeout_s, "address", needs=("address", "port"))
             raise wrong
         assert listener is not None
-        theirs = hand_out_card(store, rank, names, places, timeout_s, "address")
+        theirs = hand_out_card(store, rank, names, places, timeout_s, "address", needs=("address", "port"))
         check_cards(theirs, rank, names)
         _check_keys(theirs, rank, names)
         far = [peer for peer in range(len(cards)) if hosts[peer] != hosts[rank]]

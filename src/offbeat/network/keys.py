@@ -122,7 +122,10 @@ def read_from(descriptor: int) -> RunKey:
     complaint = "--key -: standard input did not begin with a key of `offbeat keys`"
     text = b""
     while _END not in text:
-        piece = os.read(descriptor, _MOST_BYTES)
+        try:
+            piece = os.read(descriptor, _MOST_BYTES)
+        except OSError:
+            raise RequestError(complaint) from None
         text += piece
         if not piece or len(text) > _MOST_BYTES:
             raise RequestError(complaint)
@@ -132,7 +135,7 @@ def read_from(descriptor: int) -> RunKey:
 def read(path: Path) -> RunKey:
     """The key in a file; `RequestError` where others may read it, or it is no key."""
     try:
-        with path.open("rb") as file:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:  # or a pipe would wait
             facts = os.fstat(file.fileno())
             if not stat.S_ISREG(facts.st_mode):
                 raise RequestError(f"{KEY}: '{path}' is not a file")
@@ -152,7 +155,14 @@ def _parse(text: bytes, complaint: str) -> RunKey:
         private, certificate = (base64.b64decode(b"".join(body.split()), validate=True) for _, body in blocks)
     except ValueError:
         raise RequestError(complaint) from None
-    return RunKey(private, certificate)
+    key = RunKey(private, certificate)
+    from offbeat.network.tls import context_of  # which knows this module
+
+    try:
+        context_of(key, server=False)
+    except OSError:
+        raise RequestError(f"{complaint}: its key and certificate do not work") from None
+    return key
 
 
 def _block(label: str, body: bytes) -> bytes:

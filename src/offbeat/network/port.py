@@ -77,8 +77,8 @@ def parse_place(text: str, what: str) -> Place:
     """`10.0.0.1:7000`, `[::1]:7000` or `name:7000`; `what` names the option."""
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise RequestError(f"{what}: expected ADDRESS:PORT, such as 10.0.0.1:7000; got '{text}'")
+    if not colon or not host or not port.isascii() or not port.isdigit() or len(port) > 5 or int(port) > 65535:
+        raise RequestError(f"{what}: expected ADDRESS:PORT, such as 10.0.0.1:7000; got '{text[:200]}'")
     try:
         found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:

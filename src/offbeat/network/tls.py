@@ -30,15 +30,15 @@ def context_of(key: RunKey, *, server: bool) -> ssl.SSLContext:
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
-    context.load_verify_locations(cadata=key.certificate)
     if server:
         context.num_tickets = 0  # nothing is resumed, and nothing comes on a connection for sending
     descriptor = os.memfd_create("offbeat key", os.MFD_CLOEXEC)  # it is read from a file only; this one is on no disk
     try:
         os.write(descriptor, key.pem)
         context.load_cert_chain(f"/proc/self/fd/{descriptor}")
+        context.load_verify_locations(cadata=key.certificate)
     except ssl.SSLError as error:
-        raise OSError(errno.EINVAL, f"the key cannot be used: {error.reason}") from None
+        raise OSError(errno.EINVAL, f"the key cannot be used: {error.reason or error}") from None
     finally:
         os.close(descriptor)
     return context

@@ -32,13 +32,14 @@ from torch import Tensor
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.machine import available_bytes
 from offbeat.network import keys
-from offbeat.network.port import check_trust, format_place, parse_place, raw_of
+from offbeat.network.port import RefusedError, check_trust, format_place, parse_place, raw_of
 from offbeat.processes.launcher import SELF, LaunchPlan, thread_environment
 from offbeat.processes.signals import SignalHandler
 from offbeat.processes.ssh_hosts import HostProgram
 from offbeat.runs.run_folder import TIME_STAMP, RunDir, new_run_dir
 from offbeat.server.handshake import PlaceTakenError
 from offbeat.server.learner.connection import RunOverError
+from offbeat.server.remote.checkpoint_copies import LOST_S
 from offbeat.server.remote.gateway import NoPlaceError, RemotePlan, enter, receive_files
 from offbeat.server.remote.joining_host import JoinedHost, run_learners
 from offbeat.server.supervisor import MOST_RESTARTS
@@ -288,7 +289,11 @@ def _learn(run: JoinedRun, number: int, folder: Path, on_update: Callable[[int],
                 seen += trainer.seen
         except PlaceTakenError:
             print("its place was taken meanwhile; waits for another one", flush=True)
-            again = _enter_again(run)
+            try:
+                again = _enter_again(run)
+            except PeerError as error:
+                print(f"offbeat: {error}", file=sys.stderr, flush=True)
+                return error.exit_code
             if again is not None:
                 number = again
                 print(f"joins again as learner {number}", flush=True)
@@ -303,16 +308,25 @@ def _learn(run: JoinedRun, number: int, folder: Path, on_update: Callable[[int],
 
 
 def _enter_again(run: JoinedRun) -> int | None:
-    """Another place for a learner whose own was taken, as soon as there is one; none when the run has ended."""
-    host, key = secrets.token_bytes(16), keys.key_of()
+    """Another place for a learner whose own was taken, as soon as there is one; none when the run has ended.
+
+    `PeerError` where the run cannot be reached for as long as its host may be silent.
+    """
+    host, key, heard_s = secrets.token_bytes(16), keys.key_of(), time.monotonic()
     while True:
         try:
             entered, one = enter(run.place, key, host, 1, ENTER_S)
         except NoPlaceError:
+            heard_s = time.monotonic()
             time.sleep(AGAIN_S)
             continue
-        except PeerError:  # nobody listens there any more
+        except RefusedError:  # nobody listens there any more
             return None
+        except PeerError:
+            if time.monotonic() - heard_s > LOST_S:
+                raise
+            time.sleep(AGAIN_S)
+            continue
         raw_of(one).close()
         if entered.run != run.entered.run:
             return None

@@ -12,6 +12,7 @@ Where the run's host has begun the run anew (`continued_run`), all others join i
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import itertools
 import mmap
 import os
@@ -41,7 +42,10 @@ _NUMBER = struct.Struct("<q")
 
 def parse_successors(text: str) -> tuple[str, ...]:
     """`10.0.0.2:7000,10.0.0.3:7000`"""
-    found = tuple(format_place(parse_place(item.strip(), "--successors")) for item in text.split(","))
+    places = [parse_place(item.strip(), "--successors") for item in text.split(",")]
+    if any(ipaddress.ip_address(place.address.partition("%")[0]).is_unspecified for place in places):
+        raise RequestError(f"--successors: expected addresses that belong to one host each; got '{text}'")
+    found = tuple(map(format_place, places))
     if len(set(found)) < len(found):
         raise RequestError(f"--successors: an address is named twice in '{text}'")
     return found

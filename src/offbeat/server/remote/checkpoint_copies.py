@@ -7,7 +7,8 @@
 
 Laws: a copy gets its name when all of its files are on disk, and an older one goes after that; what it holds is checked
 when it is loaded. A host is lost when it has not been heard of, by connections that are tried again and again, for
-`LOST_S`. Names of files are of one pattern, and nothing received sizes an allocation: files are written in pieces.
+`LOST_S`; each piece of a checkpoint is a sign of life. One that cannot be written here is told, and left out. Names of
+files are of one pattern, and nothing received sizes an allocation: files are written in pieces.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import contextlib
 import os
 import re
 import secrets
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -139,8 +142,7 @@ def _follow(place: Place, key: RunKey | None, folder: Path | None, run: bytes, h
                     copy = _receive_list(one)
                     heard.at_s = time.monotonic()
                     if copy is not None:
-                        _receive_files(one, copy, folder)
-                        heard.at_s = time.monotonic()
+                        _receive_files(one, copy, folder, heard)
         time.sleep(BEAT_S)
 
 
@@ -161,22 +163,43 @@ def _receive_list(one: AnyConnection) -> CheckpointCopy | None:
         raise PeerError("the list of a checkpoint cannot be read") from None
 
 
-def _receive_files(one: AnyConnection, copy: CheckpointCopy, folder: Path | None) -> None:
-    """Into a folder beside, which then gets the checkpoint's name."""
+def _receive_files(one: AnyConnection, copy: CheckpointCopy, folder: Path | None, heard: LastSign) -> None:
+    """`PeerError` where the connection breaks. What cannot be written here comes all the same: the next may fit."""
     if folder is None:
         raise PeerError("a checkpoint that this host did not ask for")
-    run = RunDir(folder)
+    pieces = _pieces(one, copy, heard)
+    try:
+        _write_files(copy, RunDir(folder), pieces)
+    except OSError as error:
+        print(f"offbeat: cannot keep {copy.name} in {folder}: {error.strerror}", file=sys.stderr, flush=True)
+        for _ in pieces:
+            pass
+
+
+def _pieces(one: AnyConnection, copy: CheckpointCopy, heard: LastSign) -> Iterator[memoryview]:
+    """Of all files, in order; each is gone with the next."""
+    room = memoryview(bytearray(PIECE_BYTES))
+    for file in copy.files:
+        for start in range(0, file.size, PIECE_BYTES):
+            piece = room[: min(PIECE_BYTES, file.size - start)]
+            try:
+                receive_all(one, piece)
+            except OSError as error:
+                raise PeerError(f"the connection broke: {error.strerror}") from None
+            heard.at_s = time.monotonic()
+            yield piece
+
+
+def _write_files(copy: CheckpointCopy, run: RunDir, pieces: Iterator[memoryview]) -> None:
+    """Into a folder beside, which then gets the checkpoint's name."""
     run.checkpoints.mkdir(parents=True, exist_ok=True)
     beside, final = run.checkpoints / _UNDER_WAY, run.checkpoints / copy.name
     remove(beside)
     beside.mkdir()
-    room = memoryview(bytearray(PIECE_BYTES))
     for file in copy.files:
         with (beside / file.name).open("xb") as out:
-            for start in range(0, file.size, PIECE_BYTES):
-                piece = room[: min(PIECE_BYTES, file.size - start)]
-                receive_all(one, piece)
-                out.write(piece)
+            for _ in range(0, file.size, PIECE_BYTES):
+                out.write(next(pieces))
             out.flush()
             os.fsync(out.fileno())
     run.write_config(copy.config)

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -117,7 +118,7 @@ class Entered(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ente
     line: str = ""
     seed: int = 0
     told: bytes = b""
-    sizes: tuple[int, ...] = ()  # of the files
+    sizes: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()  # of the files
     spread: bool = False  # each host offers a server too
     run: bytes = b""  # its name: one that begins anew, at the same place, has another
 

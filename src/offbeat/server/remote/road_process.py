@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.network.connections import AnyConnection
-from offbeat.network.port import receive_all, send_all
+from offbeat.network.port import raw_of, receive_all, send_all
 from offbeat.network.streams import ClosedError
 from offbeat.server import handshake, sparse_rows
 from offbeat.server.arena import Arena
@@ -65,11 +66,13 @@ from offbeat.server.wire import (
     encode,
 )
 
+HANDSHAKE_S = 15.0  # for the learner to say who it is; until then it has its place, and gives no sign of life
 CONNECT_S = 60.0  # for the coordinator to let it in
 RECONNECT_S = 600.0  # for a coordinator that goes through its journal
 GONE_S = 1.0
 WORDS_S = 0.02  # at most, between two looks at words that nobody is woken for
 _PART_SPARE_BYTES = 1 << 20
+_MOST_JOBS = 64  # that wait to be sent; a learner waits for what it asks for
 
 
 class HeartbeatLimit:
@@ -164,9 +167,12 @@ class RoadProcess:
 
     def _join(self) -> bool:
         """Let the coordinator decide on the learner's handshake; whether it is in."""
+        raw = raw_of(self._connections[Channel.UP_CONTROL])
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(HANDSHAKE_S), 0))
         header = self._receive_header(Channel.UP_CONTROL)
         payload = self._small[: header.size]
         receive_all(self._connections[Channel.UP_CONTROL], payload)
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, 0))
         try:
             said = handshake.decode_handshake(bytes(payload))
             if header.kind is not Kind.MESSAGE or said.role != "learner" or said.number != self.options.learner:
@@ -240,6 +246,8 @@ class RoadProcess:
                 self._beats.beat(time.monotonic())
                 self._beat.view[self._beat.index] = (self._beat.get() + 1) & 0xFFFFFFFF
             elif header.kind is Kind.READ:
+                if self._jobs.qsize() >= _MOST_JOBS:
+                    raise FrameError(f"{_MOST_JOBS} requests at once")
                 try:
                     self._jobs.put(_ReadJob(header.number, Reading(header.which)))
                 except ValueError:
@@ -285,6 +293,8 @@ class RoadProcess:
         raise FrameError(f"there is no region {region.name} {index}")
 
     def _take_part(self, header: Header) -> None:
+        if header.number > self.state.pause:
+            raise FrameError("it hands in something of a pause that it was not called to")
         if header.offset != len(self._part) or header.offset + header.size > part_limit_bytes(self.arena.table):
             raise FrameError("what it hands in is too large, or out of order")
         self._part += self._scratch[: header.size]

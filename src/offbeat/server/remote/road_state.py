@@ -19,6 +19,7 @@ from offbeat.server.wire import (
     TO_LEARNER,
     Bye,
     EndPause,
+    EnterPause,
     Fenced,
     Go,
     Hello,
@@ -59,6 +60,7 @@ class RoadState:
         self.incarnation = 0
         self.seeding = False
         self.done = False  # it has said goodbye, or knows that the run is over
+        self.pause = 0  # that the learner was called to last
         self._granted: Go | None = None
         self._sent = {GO_BUFFER: 0, ASK_BUFFER: 0}  # the latest pin, by buffer
         self._sent_extra = False
@@ -80,6 +82,8 @@ class RoadState:
             return None
         if isinstance(message, EndPause):
             self.done = self.done or message.over
+        elif isinstance(message, EnterPause):
+            self.pause = max(self.pause, message.number)
         elif isinstance(message, Fenced):
             self._stop_writing()
         elif isinstance(message, Go):
