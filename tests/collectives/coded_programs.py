@@ -137,6 +137,23 @@ def residuals_go_on(rank: int, ranks: int, store: str, line: str) -> list[str]:
     return found
 
 
+def a_newcomer_steps_alike(rank: int, ranks: int, store: str, line: str) -> list[str]:
+    """Three steps, then the last rank has what all have alike and nothing of its own; the bits of three more."""
+    group = join(rank, ranks, store, line)
+    mine, found = torch.empty(ITEMS), []
+    for step in range(6):
+        if step == 3:
+            state = {name: one.clone() for name, one in group.residuals.state().items()}
+            mine = torch.empty(ITEMS)
+            group.residuals.load(state, own=rank < ranks - 1)
+        group.residuals.of(mine).momentum = 0.9
+        mine.copy_(gradient(rank, step))
+        dist.all_reduce(mine)
+        if step >= 3:
+            found.append(bits(mine))
+    return found
+
+
 def residuals_are_forgotten(rank: int, ranks: int, store: str) -> tuple[int, int]:
     """How many residuals are kept after ten tensors that did not come back, and how many were lost."""
     group = join(rank, ranks, store, "ring:codec=int8")

@@ -79,6 +79,12 @@ def test_what_was_kept_goes_on_bit_for_bit(nursery: Nursery, codec: str) -> None
             assert whole == resumed
 
 
+@pytest.mark.parametrize("codec", ["int8", "top-k:0.01", "random-k:0.01", "power-sgd:2", "1-bit"])
+def test_a_rank_that_was_not_there_steps_as_the_others_do(nursery: Nursery, codec: str) -> None:
+    found = nursery.values("a_newcomer_steps_alike", ranks=3, line=f"ring:codec={codec}")
+    assert found[1:] == found[:1] * 2
+
+
 def test_residuals_of_tensors_that_are_gone_are_let_go_of_and_counted(nursery: Nursery) -> None:
     for kept, lost in nursery.values("residuals_are_forgotten", ranks=2):
         assert kept <= 1 and lost >= 9

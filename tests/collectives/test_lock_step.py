@@ -118,6 +118,7 @@ def test_other_codecs_and_optimizers_are_given_gradients() -> None:
     assert momentum_of(torch.optim.SGD(weights, lr=1.0, momentum=0.9)) == 0.9
     assert momentum_of(torch.optim.SGD(weights, lr=1.0, momentum=0.9, nesterov=True)) == 0.0
     assert momentum_of(torch.optim.AdamW(weights)) == 0.0
+    assert momentum_of(torch.optim.SGD(weights, lr=1.0, momentum=0.9), clips=True) == 0.0
 
 
 @pytest.mark.parametrize("codec", ["1-bit", "top-k:0.05"])

@@ -85,6 +85,33 @@ def test_a_model_that_is_too_small_to_be_coded_is_told(tmp_path: Path) -> None:
     assert same(plain, coded.weights)
 
 
+def test_a_loss_scale_that_changes_and_a_codec_that_keeps_are_refused_together(tmp_path: Path) -> None:
+    with pytest.raises(OffbeatError, match=r"train\.precision: fp16 does not work with 'ring:codec=int8'.*use bf16"):
+        trained(tmp_path, sync="ring:codec=int8", train={"precision": "fp16"})
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("k-async:2,codec=power-sgd:2", "k-async:2,codec=int8"), ("ring:codec=int8", "ring:codec=power-sgd:2")],
+)
+def test_a_run_goes_on_with_another_codec(before: str, after: str, tmp_path: Path) -> None:
+    half = trained(tmp_path, small_task(build=wide), sync=before, train=STEADY | {"epochs": 1})
+    start = launch.prepare(config_of(sync=after, train=STEADY), resume=half.run.path, task=small_task(build=wide))
+    launch.launch(start, lambda record: None, lambda who, line: None)
+    assert start.run.read_metrics()[-1]["epoch"] == start.config.train.epochs > 1
+
+
+@pytest.mark.parametrize("is_coded", [True, False])
+def test_residuals_of_learners_that_are_gone_are_told_where_there_were_some(is_coded: bool, tmp_path: Path) -> None:
+    before = "ring:codec=top-k:0.05" if is_coded else "ring"
+    half = trained(tmp_path, small_task(build=wide), learners=3, sync=before, train=STEADY | {"epochs": 2})
+    config = config_of(learners=2, sync="ring:codec=top-k:0.05", train=STEADY)
+    start = launch.prepare(config, resume=half.run.path, task=small_task(build=wide))
+    notes: list[str] = []
+    launch.launch(start, lambda record: notes.append(str(record.get("text", ""))), lambda who, line: None)
+    assert sum("residuals of 1 learner that are gone are lost" in note for note in notes) == is_coded
+
+
 def test_stages_and_codecs_are_not_trained_together(tmp_path: Path) -> None:
     with pytest.raises(OffbeatError, match="--parallel does not work with a codec"):
         trained(tmp_path, sync="ring:codec=int8", parallel="stages=2,microbatches=2")

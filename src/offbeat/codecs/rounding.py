@@ -1,7 +1,8 @@
 """bf16 and fp16: each number rounded to the nearest of 16 bits; and fp32, where nothing is rounded.
 
 What was not sent is exact in fp32: the difference to the nearest number of fewer bits has fewer bits itself. A finite
-number that would become Inf is sent as the largest finite one instead, and the rest stays in the residual.
+number that would become Inf is sent as the largest finite one instead, and the rest stays in the residual: exactly, of
+a number below 2^30.
 """
 
 from __future__ import annotations

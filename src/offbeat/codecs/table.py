@@ -126,7 +126,7 @@ def int4_bytes(items: int, rounding: str = "nearest") -> int:
 
 def kept(items: int, share: float) -> int:
     """How many of so many items a share is: at least one, where there is one."""
-    return min(items, max(1, math.ceil(share * items))) if items else 0
+    return min(items, max(1, math.ceil(share * items * (1 - 1e-12)))) if items else 0  # 0.07 of 100 are 7, not 8
 
 
 def matrix_shape(items: int) -> tuple[int, int]:

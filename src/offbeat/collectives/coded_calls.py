@@ -48,8 +48,6 @@ class CodedCalls:
         call.plan, call.sizes, call.whole, call.place = way, cut(call.items, way.schedule.chunks), flat, None
         keeps = codec.biased and feedback
         velocity = Velocity(kept, flat) if codec.row.sends_velocity and feedback and kept.momentum else None
-        if not feedback:
-            kept.residual = None
         gathers = way.schedule.collective == "all-gather"
         own_seed = (kept.calls * self._ranks + self._rank) % _SEEDS
         if codec.kind == PER_TRANSFER and not gathers:
@@ -69,6 +67,8 @@ class CodedCalls:
                 self._values(coder, codec, flat, way, kept, call, patience)
         if velocity is not None:
             velocity.end(flat, whole=codec.row.sends_numbers)
+        if not feedback:
+            kept.residual = None
         kept.calls += 1
 
     def _coder(self, codec: Codec) -> Coder:

@@ -7,7 +7,8 @@ Tang et al. 2021 for signs). Where a number was sent whole, its velocity begins 
 pushed again in a direction that is old.
 
 The optimizer stays as it is: it is given x = s - m s', s being the sum of now and s' that of before. Its own velocity
-v = m v + x is then s. So the law is: after every step the optimizer's velocity is the sum of what was sent.
+v = m v + x is then s. So the law is: after every step the optimizer's velocity is the sum of what was sent (and what
+weight decay adds to it). Where x is clipped that would not hold, so there gradients are sent.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from torch import Tensor
 from offbeat.collectives.residuals import Kept
 
 
-def momentum_of(optimizer: torch.optim.Optimizer) -> float:
-    """Of plain SGD with one momentum; 0 for all other optimizers, which are given gradients."""
+def momentum_of(optimizer: torch.optim.Optimizer, *, clips: bool = False) -> float:
+    """Of plain SGD with one momentum; 0 for all other optimizers, and with clipping: these are given gradients."""
     groups = optimizer.param_groups
     known = {(one.get("momentum"), one.get("dampening"), one.get("nesterov")) for one in groups}
-    if not isinstance(optimizer, torch.optim.SGD) or len(known) != 1:
+    if clips or not isinstance(optimizer, torch.optim.SGD) or len(known) != 1:
         return 0.0
     momentum, dampening, nesterov = known.pop()
     return 0.0 if dampening or nesterov else float(momentum or 0.0)

@@ -91,9 +91,9 @@ def hand_out_card(
 ) -> list[dict[str, Any]]:
     """Everybody's card, in order of rank. A card with an `error` tells the others why a rank cannot come.
 
-    A group that hands out several has a kind for each, whose cards have all that it `needs`. `settle_s`: for so long a rank stays until all have read the
-    same cards. Where the store may hold cards of ranks that were there before, and that this rank never met, that is as
-    long as the slowest rank may take to come.
+    A group that hands out several has a kind for each, whose cards have all that it `needs`. `settle_s`: for so long a
+    rank stays until all have read the same cards. Where the store may hold cards of ranks that were there before, and
+    that this rank never met, that is as long as the slowest rank may take to come.
     """
     end = time.monotonic() + timeout_s
     where = {"host": this_host(), "hostname": socket.gethostname(), "pid": os.getpid(), "numbering": _numbering()}

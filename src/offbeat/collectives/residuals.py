@@ -17,7 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offbeat.errors import RequestError
 
-_ALSO = ("start", "velocity", "sent")  # beside the residual, in a checkpoint
+_ALIKE = ("start", "sent")  # that all ranks have the same of
+_ALSO = (*_ALIKE, "velocity")  # beside the residual, in a checkpoint
 
 
 @dataclass(slots=True)
@@ -106,14 +107,16 @@ class Residuals:
                     found[f"{number}.{name}"] = tensor
         return found
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """From a checkpoint, for the tensors to come."""
+    def load(self, state: Mapping[str, Tensor], *, own: bool = True) -> None:
+        """From a checkpoint, for the tensors to come. What is not this rank's `own` is of another rank, and of it only
+        what all ranks have alike is taken: by it they choose places and steps, and have to choose alike.
+        """
         self.clear()
         number = 0
         while f"{number}.calls" in state:
             items, calls = (int(count) for count in state[f"{number}.calls"])
             kept = Kept(items, calls)
-            for name in ("residual", *_ALSO):
+            for name in ("residual", *_ALSO) if own else _ALIKE:
                 if f"{number}.{name}" in state:
                     setattr(kept, name, state[f"{number}.{name}"].clone())
             self._given.append(kept)

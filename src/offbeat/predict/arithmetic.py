@@ -377,7 +377,8 @@ class Arithmetic:
         end()
         load_buffers(trainer.model, self._first_buffers)
         left = [index for index in range(len(trained)) if index not in ready]
-        return CodedUpdates(line, trainer.learners, trained, [*ready, *left], momentum_of(trainer.optimizer))
+        momentum = momentum_of(trainer.optimizer, clips=trainer.config.train.clip_norm > 0)
+        return CodedUpdates(line, trainer.learners, trained, [*ready, *left], momentum)
 
     def _reduce(self, coded: CodedUpdates, pairs: Sequence[tuple[Minibatch, float]]) -> list[tuple[Minibatch, float]]:
         """One gradient in the place of all: what each learner has after their all-reduce."""

@@ -335,6 +335,9 @@ def _check_strategy(config: Config) -> None:
             raise FieldError(
                 "train.split", f"'{train.split}' has {count_of(len(shares), 'share')}, but there are {have}"
             )
+        if train.precision == "fp16" and "codec" in dict(spec.options):
+            why = "its loss scale changes, and what a codec keeps would not; use bf16"
+            raise FieldError("train.precision", f"fp16 does not work with '{line}': {why}")
         return
     needs_all_reduce = {
         "split": (

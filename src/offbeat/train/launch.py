@@ -44,7 +44,7 @@ from offbeat.server.learner.connection import RunOverError
 from offbeat.server.remote.gateway import RemotePlan
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.supervisor import ServerPlan, Supervisor
-from offbeat.spec import count_of
+from offbeat.spec import count_of, parse
 from offbeat.strategy import ALL_REDUCE, PEERS, SERVER, family_of, with_shape
 from offbeat.train.batch_probe import settle_batch
 from offbeat.train.checkpoint import Checkpoint, newest
@@ -330,7 +330,8 @@ def _check_resume(config: Config, run: RunDir, checkpoint: Checkpoint, samples: 
             "restore the data, or start a new run"
         )
     peers = PEERS in (family_of(config.sync), family_of(checkpoint.state["sync"]))
-    if ("server" in checkpoint.files) != served or (peers and checkpoint.state["sync"] != config.sync):
+    others = peers and parse(checkpoint.state["sync"]).name != parse(config.sync).name
+    if ("server" in checkpoint.files) != served or others:
         raise RequestError(
             f"{checkpoint.path.parent.parent} was saved under '{checkpoint.state['sync']}' and cannot be resumed under "
             f"'{config.sync}': all-reduce, parameter server and peers store the optimizer's state differently"

@@ -67,6 +67,8 @@ class PeerTrainer(ReducedTrainer):
             residual = self.part.residuals.get("update")
             if "replica" in self.part.residuals:
                 self._replica.copy_(self.part.residuals["replica"])
+        if self.checkpoint is not None:
+            self.note_lost_residuals(self.checkpoint)
         self._begin_exchange(None if residual is None else residual.clone())
 
     def build_trained(self) -> nn.Module:

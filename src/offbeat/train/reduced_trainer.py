@@ -39,7 +39,7 @@ from offbeat.runs.log import LogWriter, Span
 from offbeat.schedules.coding import LEAST_BYTES
 from offbeat.server.learner.leased_loader import SampleOrder, seed_of
 from offbeat.server.learner.reduced_learner import gather_bytes
-from offbeat.spec import count_of, parse
+from offbeat.spec import parse
 from offbeat.strategy import AUTO, NATIVE, PEERS, family_of, with_shape
 from offbeat.train.checkpoint import Checkpoint
 from offbeat.train.compute_ladder import (
@@ -58,7 +58,14 @@ from offbeat.train.device_clock import DeviceClock, Mark
 from offbeat.train.device_input import AHEAD, input_of
 from offbeat.train.device_step import DeviceStep, Loss, clone_of, compiled_loss, leaves_of, repeated
 from offbeat.train.host_facts import HostClocks, network_facts
-from offbeat.train.learner_snapshot import LearnerSnapshot, Traffic, decode, load_optimizer, optimizer_tensors
+from offbeat.train.learner_snapshot import (
+    LearnerSnapshot,
+    Traffic,
+    decode,
+    load_optimizer,
+    optimizer_tensors,
+    snapshot_of,
+)
 from offbeat.train.learning_rate import step_of
 from offbeat.train.norms import synchronise
 from offbeat.train.out_of_memory import is_out_of_memory, release
@@ -100,7 +107,7 @@ class ReducedTrainer(Trainer):
         by_ddp = self.reduces_gradients and self._together and not self._steps_here and not config.parallel
         self.wrapped = _in_ddp(self.model, unused=self.unused) if by_ddp else self.model
         if by_ddp and self._coded:
-            _tell_shapes(self.wrapped, momentum_of(self.optimizer))
+            _tell_shapes(self.wrapped, momentum_of(self.optimizer, clips=config.train.clip_norm > 0))
         if self.checkpoint is not None:
             if (self.learners > 2 or self._coded) and self.at.update and by_ddp:
                 self._arrange_buckets()
@@ -192,16 +199,17 @@ class ReducedTrainer(Trainer):
 
     def _load_residuals(self, checkpoint: Checkpoint) -> None:
         """What this learner had not sent yet. DDP arranges its gradients anew after the first update, and what was
-        left of that is given up, in a run that goes on as in one that was never ended."""
+        left of that is given up, in a run that goes on as in one that was never ended. A learner that was not there
+        has what all of them had alike."""
         if not self._coded:
             return
         residuals = group_of(None).residuals
         residuals.clear()
         if self.part is not None and self.at.update > 1:
             residuals.load(self.part.residuals)
-        gone = [name for name in checkpoint.files if name.startswith("learner-") and int(name[8:]) >= self.processes]
-        if gone and self.number == 0:
-            self.note(f"the residuals of {count_of(len(gone), 'learner')} that are gone are lost")
+        elif "learner-0" in checkpoint.files and self.at.update > 1:
+            residuals.load(snapshot_of(checkpoint.files["learner-0"]).residuals, own=False)
+        self.note_lost_residuals(checkpoint)
 
     def own_part(self) -> LearnerSnapshot:
         part = super().own_part()

@@ -138,13 +138,7 @@ class ServedTrainer(Trainer):
         """What this learner had not sent yet. Those of learners that are not in the run any more are lost."""
         if self.part is not None:
             self.learner.load_residuals(self.part.residuals)
-        gone = [
-            name
-            for name, tensors in checkpoint.files.items()
-            if name.startswith("learner-") and int(name[8:]) >= self.learners and "residual.residual" in tensors
-        ]
-        if gone and self.number == 0:
-            self.note(f"the residuals of {count_of(len(gone), 'learner')} that are gone are lost")
+        self.note_lost_residuals(checkpoint)
 
     def _loader(self) -> DataLoader[Any]:
         """Of samples that lie on the device, where they fit; else of readers, which read ahead of the leases."""

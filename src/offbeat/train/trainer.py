@@ -31,6 +31,7 @@ from offbeat.runs.learning import Sign, sign_of, warning_of
 from offbeat.runs.metrics import mean_delay, reached_at
 from offbeat.runs.run_folder import TARGET, RunDir
 from offbeat.server.learner.leased_loader import seed_of
+from offbeat.spec import count_of
 from offbeat.strategy import SERVER, family_of
 from offbeat.train.checkpoint import Checkpoint, CheckpointError, Saver, write_weights
 from offbeat.train.config import Config
@@ -226,6 +227,18 @@ class Trainer:
     def count_parameters(self) -> int:
         """Of the whole model."""
         return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def note_lost_residuals(self, checkpoint: Checkpoint) -> None:
+        """Those of learners that are not in the run any more."""
+        gone = [
+            name
+            for name, tensors in checkpoint.files.items()
+            if name.startswith("learner-")
+            and int(name[8:]) >= self.learners * self.layout.stages
+            and any(one == "residual.update" or one.endswith(".residual") for one in tensors)  # of peers; of others
+        ]
+        if gone and self.number == 0:
+            self.note(f"the residuals of {count_of(len(gone), 'learner')} that are gone are lost")
 
     def load_own(self, checkpoint: Checkpoint) -> None:
         """What each learner has for itself."""
