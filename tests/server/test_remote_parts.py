@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import socket
+import threading
+from collections.abc import Iterator
 
+import pytest
 import torch
 
 from offbeat import codecs
 from offbeat.codecs.feedback import Feedback, Rounded
 from offbeat.server.arena import stamp
 from offbeat.server.parameter_layout import ParameterLayout
-from offbeat.server.remote.frames import PIECE_BYTES, SEED_BYTES, Header, Kind, Region, Words
-from offbeat.server.remote.gateway import KEPT_S, Places
+from offbeat.server.remote import road_process
+from offbeat.server.remote.frames import (
+    LEARNER_CHANNELS,
+    PIECE_BYTES,
+    SEED_BYTES,
+    Channel,
+    FrameError,
+    Header,
+    Kind,
+    Reading,
+    Region,
+    Words,
+)
+from offbeat.server.remote.gateway import KEPT_S, LOADING_S, Places
 from offbeat.server.remote.outgoing import LEAST_BYTES, Outgoing, Pace
 from offbeat.server.remote.remote_arena import RemoteArena
-from offbeat.server.remote.road_process import HeartbeatLimit
+from offbeat.server.remote.road_process import HeartbeatLimit, RoadOptions, RoadProcess
 from offbeat.server.run_setting import RunSetting
 
 SLOT = memoryview(bytes(range(256)) * 16384)  # 4 MiB
@@ -107,6 +122,42 @@ def test_the_end_of_a_layer_says_nothing_of_how_fast_a_connection_is() -> None:
     pace.begin(Kernel())  # type: ignore[arg-type]  # all of a socket that it uses
     pace.sent(LEAST_BYTES - 1, 0.0)
     assert pace.piece_bytes == LEAST_BYTES
+
+
+# --- the road process -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def road() -> Iterator[tuple[RoadProcess, socket.socket]]:
+    """One that nobody has told who it is, and the learner's end of UP_CONTROL."""
+    pairs = {channel: socket.socketpair() for channel in LEARNER_CHANNELS}
+    options = RoadOptions(learner=1, coordinator="", token="", hand_in=lambda *_: None, tell=lambda _: None)
+    yield RoadProcess(options, {channel: here for channel, (here, _) in pairs.items()}), pairs[Channel.UP_CONTROL][1]
+    for one in (end for pair in pairs.values() for end in pair):
+        one.close()
+
+
+def test_who_connects_and_does_not_say_who_it_is_is_not_waited_for(
+    road: tuple[RoadProcess, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(road_process, "HANDSHAKE_S", 1.0)
+    thread = threading.Thread(target=road[0].serve, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_a_learner_that_asks_and_asks_and_does_not_read_is_refused(road: tuple[RoadProcess, socket.socket]) -> None:
+    process, learner = road
+    learner.setblocking(False)
+    learner.send(Header(Kind.READ, which=Reading.LAST).pack() * 100)
+    with pytest.raises(FrameError, match="64 requests at once"):
+        process._receive_control()
+
+
+def test_a_part_of_a_pause_that_is_to_come_is_refused(road: tuple[RoadProcess, socket.socket]) -> None:
+    with pytest.raises(FrameError, match="a pause that it was not called to"):
+        road[0]._take_part(Header(Kind.PART, which=1, number=2**63))
 
 
 # --- the learner's memory ---------------------------------------------------------------------------------------------
@@ -234,6 +285,13 @@ def test_a_place_is_kept_for_its_host_while_its_learner_is_there_and_some_time_l
     places.left(1, later_s + 2)
     assert places.take(B, 1, later_s + 2 + KEPT_S) == (1,)
     assert "was given to another host" in places.admit(1, A, later_s + 3 + KEPT_S)
+
+
+def test_a_place_is_kept_for_a_host_while_it_loads_its_model_and_data() -> None:
+    places = Places(1, 2)
+    assert places.take(A, 1, 0.0) == (1,)
+    assert places.take(B, 1, LOADING_S - 1) == ()
+    assert places.take(B, 1, LOADING_S) == (1,)
 
 
 def test_a_learner_of_this_host_is_no_place_for_another() -> None:
