@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -26,7 +27,7 @@ from offbeat.network.port import (
     receive_all,
     send_all,
 )
-from offbeat.network.tls import TlsConnection
+from offbeat.network.tls import TlsConnection, context_of
 
 GREETING = b"hello 0123456789"
 
@@ -169,3 +170,14 @@ def test_addresses_are_read(listener: socket.socket) -> None:
     assert parse_place("[::1]:7000", "--join") == Place("::1", 7000)
     with pytest.raises(RequestError, match=r"--listen: cannot listen on 127.0.0.1:\d+: Address already in use"):
         listen(place_of(listener), "--listen")
+
+
+def test_who_has_not_shown_the_key_yet_costs_little_memory() -> None:
+    context, pairs = context_of(KEY, server=True), [socket.socketpair() for _ in range(50)]
+    tracemalloc.start()
+    connections = [TlsConnection(one, context, server=True) for one, _ in pairs]
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 50 * 32 * 1024 and connections
+    for one in (end for pair in pairs for end in pair):
+        one.close()

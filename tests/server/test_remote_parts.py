@@ -26,7 +26,7 @@ from offbeat.server.remote.frames import (
     Region,
     Words,
 )
-from offbeat.server.remote.gateway import KEPT_S, LOADING_S, Places
+from offbeat.server.remote.gateway import KEPT_S, Places
 from offbeat.server.remote.outgoing import LEAST_BYTES, Outgoing, Pace
 from offbeat.server.remote.remote_arena import RemoteArena
 from offbeat.server.remote.road_process import HeartbeatLimit, RoadOptions, RoadProcess
@@ -285,13 +285,6 @@ def test_a_place_is_kept_for_its_host_while_its_learner_is_there_and_some_time_l
     places.left(1, later_s + 2)
     assert places.take(B, 1, later_s + 2 + KEPT_S) == (1,)
     assert "was given to another host" in places.admit(1, A, later_s + 3 + KEPT_S)
-
-
-def test_a_place_is_kept_for_a_host_while_it_loads_its_model_and_data() -> None:
-    places = Places(1, 2)
-    assert places.take(A, 1, 0.0) == (1,)
-    assert places.take(B, 1, LOADING_S - 1) == ()
-    assert places.take(B, 1, LOADING_S) == (1,)
 
 
 def test_a_learner_of_this_host_is_no_place_for_another() -> None:

@@ -53,7 +53,7 @@ class TlsConnection:
         self._ssl = context.wrap_bio(self._incoming, self._outgoing, server_side=server)
         self._encrypted = memoryview(b"")  # that the kernel has not taken yet,
         self._begun_bytes = 0  # of so many bytes, which the next call brings again
-        self._scratch = memoryview(bytearray(_CHUNK_BYTES))
+        self._scratch = memoryview(bytearray(_RECORD_BYTES))  # until more is wanted: anybody may connect
         self._ended = False
 
     def handshake(self, key: RunKey) -> Iterator[int]:
@@ -143,6 +143,8 @@ class TlsConnection:
         """Take in what the kernel has, some at a time; whether it had anything."""
         # Who may wait is not woken before so much has come as must come, or time has passed. OpenSSL may have a part
         # of one record.
+        if wanted_bytes > len(self._scratch):
+            self._scratch = memoryview(bytearray(_CHUNK_BYTES))
         surely_bytes = wanted_bytes - self._incoming.pending - _RECORD_BYTES
         waits_for_all = flags & socket.MSG_WAITALL and surely_bytes > 0
         into = self._scratch[:surely_bytes] if waits_for_all else self._scratch

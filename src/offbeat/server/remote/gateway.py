@@ -2,8 +2,7 @@
 
 A run has a fixed number of places for learners; those from `first` on are for other hosts. A host asks for some of them
 (ENTER) and is told what the run is; its learners then connect, four connections each. A place belongs to the host that
-asked for it as long as its learner is connected, and `KEPT_S` longer; until it connects for the first time the host
-loads its model and data, and has `LOADING_S`. Then whoever asks may have it.
+asked for it as long as its learner is connected, and `KEPT_S` longer; then whoever asks may have it.
 
 What a joining host is told beside that (`RemotePlan.told` and `files`) is the business of whoever starts the run: this
 file only carries it.
@@ -55,7 +54,7 @@ from offbeat.server.remote.server_host import serve_road
 from offbeat.server.remote.server_places import ServerPlace, ServerPlaces
 from offbeat.spec import count_of
 
-KEPT_S, LOADING_S = 5.0, 30.0
+KEPT_S = 5.0
 COMPLETE_S = 10.0  # for the four connections of a learner
 ENTER_S = 10.0  # for a host to take the next bytes of its answer
 MOST_SESSIONS = 1024  # of which some connections have come, and not all
@@ -144,7 +143,7 @@ class Places:
         free.sort(key=lambda number: number in self._host)  # first those that nobody has had
         taken = tuple(sorted((*mine, *free)[:count]))
         for number in taken:
-            self._host[number], self._until_s[number] = host, now_s + LOADING_S
+            self._host[number], self._until_s[number] = host, now_s + KEPT_S
         return taken
 
     def _is_free(self, number: int, host: bytes, now_s: float) -> bool:
