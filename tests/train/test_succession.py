@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -26,11 +28,19 @@ from offbeat.network.connections import AnyConnection, Place
 from offbeat.network.port import Guest, Port, listen, raw_of, send_all
 from offbeat.runs.run_folder import RunDir
 from offbeat.server.remote import checkpoint_copies
-from offbeat.server.remote.checkpoint_copies import CheckpointCopy, CopiedFile, follow_run, newest_copy, serve_copies
+from offbeat.server.remote.checkpoint_copies import (
+    CheckpointCopy,
+    CopiedFile,
+    LastSign,
+    follow_run,
+    newest_copy,
+    serve_copies,
+)
 from offbeat.server.remote.frames import GREETING_BYTES, PIECE_BYTES, Channel, unpack_greeting
 from offbeat.train import succession
 from offbeat.train.succession import LostRun, SeenUpdates, go_on, own_index, parse_successors
 from process.remote_fault_table import Outcome, run_host_killed, server_host_killed
+from process.remote_runs import wait_until
 from process.test_work import LIMIT_S, OFFBEAT, PORT, SAMPLES
 
 RUN = b"r" * 16
@@ -42,6 +52,48 @@ def save(folder: Path, update: int, content: bytes) -> None:
     (made / "weights.safetensors").write_bytes(content)
 
 
+class Clock:
+    """In the place of `time`: it stands, unless it is moved."""
+
+    now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(0.001)
+
+
+class Followed(NamedTuple):
+    """A run's port, and whoever follows the run; `ends` has what that returned."""
+
+    port: Port
+    follower: threading.Thread
+    ends: list[int]
+
+    def guest(self) -> Guest:
+        end_s = time.monotonic() + LIMIT_S
+        while time.monotonic() < end_s:
+            if guests := self.port.poll(1.0):
+                return guests[0]
+        raise AssertionError("nobody came")
+
+
+@contextlib.contextmanager
+def followed(folder: Path, heard: LastSign | None = None) -> Iterator[Followed]:
+    """Until the host is lost, at the end."""
+    ends: list[int] = []
+    with listen(Place("127.0.0.1", 0), "test") as listener:
+        place = Place(*listener.getsockname())
+        follower = threading.Thread(
+            target=lambda: ends.append(follow_run(place, None, folder, RUN, heard)), daemon=True
+        )
+        follower.start()
+        port = Port(listener, None, GREETING_BYTES)
+        yield Followed(port, follower, ends)
+        port.close()
+
+
 def test_copies_follow_the_newest_checkpoint_until_the_host_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -51,28 +103,18 @@ def test_copies_follow_the_newest_checkpoint_until_the_host_is_lost(
     there.mkdir()
     RunDir(there).write_config('{"name": "x"}')
     save(there, 9, b"a" * 700_000)
-    with listen(Place("127.0.0.1", 0), "test") as listener:
-        place = Place(*listener.getsockname())
-        follower = threading.Thread(target=follow_run, args=(place, None, here, RUN), daemon=True)
-        follower.start()
-        port = Port(listener, None, GREETING_BYTES)
-        while not (guests := port.poll(5.0)):
-            pass
-        greeting = unpack_greeting(guests[0].greeting)
+    with followed(here) as run:
+        guest = run.guest()
+        greeting = unpack_greeting(guest.greeting)
         assert (greeting.channel, greeting.learner, greeting.session) == (Channel.FOLLOW, 1, RUN)
-        server = threading.Thread(target=_serve, args=(guests[0].connection, there), daemon=True)
+        server = threading.Thread(target=_serve, args=(guest.connection, there), daemon=True)
         server.start()
         _wait_for_copy(here, "update-00000009")
         save(there, 10, b"b")
         _wait_for_copy(here, "update-00000010")
-        port.close()
     assert (here / "checkpoints/update-00000010/weights.safetensors").read_bytes() == b"b"
     assert RunDir(here).read_config() == '{"name": "x"}'
-    raw_of(guests[0].connection).shutdown(socket.SHUT_RDWR)
-    follower.join(LIMIT_S)
-    assert not follower.is_alive()
-    server.join(LIMIT_S)
-    raw_of(guests[0].connection).close()
+    _end(run, guest, server)
     assert [path.name for path in (here / "checkpoints").iterdir()] == ["update-00000010"]  # older ones are removed
 
 
@@ -80,35 +122,25 @@ def test_a_copy_that_takes_long_is_a_sign_of_life_and_one_that_breaks_is_asked_f
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pieces of a checkpoint take longer than a host may be silent, and then the connection breaks."""
-    monkeypatch.setattr(checkpoint_copies, "LOST_S", 1.0)
-    monkeypatch.setattr(checkpoint_copies, "BEAT_S", 0.05)
+    clock = Clock()
+    monkeypatch.setattr(checkpoint_copies, "time", clock)
+    heard = LastSign()
     files = (CopiedFile("weights.safetensors", 4 * PIECE_BYTES),)
     told = msgspec.json.encode(CheckpointCopy("update-00000009", "{}", files))
-    found: list[int] = []
-    with listen(Place("127.0.0.1", 0), "test") as listener:
-        place, port = Place(*listener.getsockname()), Port(listener, None, GREETING_BYTES)
-        follower = threading.Thread(target=lambda: found.append(follow_run(place, None, tmp_path, RUN)), daemon=True)
-        follower.start()
+    with followed(tmp_path, heard) as run:
         for _ in range(2):
-            (guest,) = _guests(port)
+            guest = run.guest()
             send_all(guest.connection, [len(told).to_bytes(4, "little"), told])
             for _ in range(3):
-                time.sleep(0.4)
+                clock.now_s += 0.7 * checkpoint_copies.LOST_S
                 send_all(guest.connection, [bytes(PIECE_BYTES)])
+                wait_until(lambda: heard.at_s == clock.now_s, "the piece is a sign of life")
             raw_of(guest.connection).close()
-        assert follower.is_alive() and not found
-        port.close()
-    follower.join(LIMIT_S)
-    assert found == [checkpoint_copies.LOST]
+        assert not run.ends
+    clock.now_s += checkpoint_copies.LOST_S
+    run.follower.join(LIMIT_S)
+    assert run.ends == [checkpoint_copies.LOST]
     assert newest_copy(tmp_path) == ""
-
-
-def _guests(port: Port) -> list[Guest]:
-    end_s = time.monotonic() + LIMIT_S
-    while time.monotonic() < end_s:
-        if guests := port.poll(1.0):
-            return guests
-    raise AssertionError("nobody came")
 
 
 def test_a_checkpoint_that_cannot_be_written_is_told_and_left_out(
@@ -120,7 +152,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_left_out(
     there.mkdir()
     RunDir(there).write_config("{}")
     save(there, 9, b"a" * 3 * PIECE_BYTES)
-    write_files = checkpoint_copies._write_files
+    write_files, told = checkpoint_copies._write_files, [""]
 
     def full(copy: CheckpointCopy, run: RunDir, pieces: Iterator[memoryview]) -> None:
         if copy.name == "update-00000009":
@@ -128,25 +160,28 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_left_out(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write_files(copy, run, pieces)
 
+    def is_told() -> bool:
+        told[0] += capfd.readouterr().err
+        return "cannot keep update-00000009" in told[0]
+
     monkeypatch.setattr(checkpoint_copies, "_write_files", full)
-    with listen(Place("127.0.0.1", 0), "test") as listener:
-        place, port = Place(*listener.getsockname()), Port(listener, None, GREETING_BYTES)
-        follower = threading.Thread(target=follow_run, args=(place, None, here, RUN), daemon=True)
-        follower.start()
-        (guest,) = _guests(port)
+    with followed(here) as run:
+        guest = run.guest()
         server = threading.Thread(target=_serve, args=(guest.connection, there), daemon=True)
         server.start()
-        end_s, told = time.monotonic() + LIMIT_S, ""
-        while "cannot keep update-00000009" not in told and time.monotonic() < end_s:
-            told += capfd.readouterr().err
-            time.sleep(0.05)
+        wait_until(is_told, "that it cannot be written is told")
         save(there, 10, b"b")
         _wait_for_copy(here, "update-00000010")
-        assert not port.poll(0.0)  # by the same connection
-        port.close()
-    assert told.count("No space left on device") == 1
+        assert not run.port.poll(0.0)  # by the same connection
+    assert told[0].count("No space left on device") == 1
+    _end(run, guest, server)
+
+
+def _end(run: Followed, guest: Guest, server: threading.Thread) -> None:
+    """The host is lost."""
     raw_of(guest.connection).shutdown(socket.SHUT_RDWR)
-    follower.join(LIMIT_S)
+    run.follower.join(LIMIT_S)
+    assert run.ends == [checkpoint_copies.LOST]
     server.join(LIMIT_S)
     raw_of(guest.connection).close()
 
@@ -159,10 +194,7 @@ def _serve(one: AnyConnection, folder: Path) -> None:
 
 
 def _wait_for_copy(folder: Path, name: str) -> None:
-    end_s = time.monotonic() + 30
-    while newest_copy(folder) != name:
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
+    wait_until(lambda: newest_copy(folder) == name, f"{name} is copied")
 
 
 def lost(folder: Path | None, mine: int | None, *, first: int = 5, at: int = 4) -> LostRun:

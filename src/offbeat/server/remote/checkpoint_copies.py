@@ -171,7 +171,10 @@ def _receive_files(one: AnyConnection, copy: CheckpointCopy, folder: Path | None
     try:
         _write_files(copy, RunDir(folder), pieces)
     except OSError as error:
-        print(f"offbeat: cannot keep {copy.name} in {folder}: {error.strerror}", file=sys.stderr, flush=True)
+        why = (
+            f"cannot keep {copy.name} in {folder}: {error.strerror}; until the next one fits, this host could continue"
+        )
+        print(f"offbeat: {why} the run from an older checkpoint only", file=sys.stderr, flush=True)
         for _ in pieces:
             pass
 
