@@ -115,6 +115,9 @@ def test_pieces_are_as_large_as_a_connection_sends_in_a_hundredth_of_a_second() 
             pace.sent(pace.piece_bytes, pace.piece_bytes / bytes_per_s)
         assert least * LEAST_BYTES <= pace.piece_bytes <= most * LEAST_BYTES, bytes_per_s
         assert kernel.kept[-1] == pace.piece_bytes <= PIECE_BYTES
+        for _ in range(20):  # others use the link, too
+            pace.sent(pace.piece_bytes, 1.0)
+        assert kernel.kept[-1] == pace.piece_bytes == LEAST_BYTES
 
 
 def test_the_end_of_a_layer_says_nothing_of_how_fast_a_connection_is() -> None:

@@ -171,10 +171,9 @@ def _receive_files(one: AnyConnection, copy: CheckpointCopy, folder: Path | None
     try:
         _write_files(copy, RunDir(folder), pieces)
     except OSError as error:
-        why = (
-            f"cannot keep {copy.name} in {folder}: {error.strerror}; until the next one fits, this host could continue"
-        )
-        print(f"offbeat: {why} the run from an older checkpoint only", file=sys.stderr, flush=True)
+        why = f"cannot keep {copy.name} in {folder}: {error.strerror}"
+        told = f"offbeat: {why}; make room there, or this host could continue the run from an older checkpoint only"
+        print(told, file=sys.stderr, flush=True)
         for _ in pieces:
             pass
 
