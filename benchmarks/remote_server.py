@@ -16,8 +16,8 @@ parameters are in 4 shards: first all on host 0, then one on each host. Pushes p
 from the first cycle until the last learner is done. If all shards are on host 0, its link takes in 3 of 4 gradients and
 sends 3 of 4 weights; if they are spread, each link takes in 3/4 of a gradient and 3/4 of the weights per cycle: half.
 
-With `--against` the link is not shaped, two learners on host 1 push and fetch as in `offbeat bench server`, and so do
-those of other systems, in turn. The hosts of a lab are one machine: `rpc` is torch.distributed.rpc with what it chooses
+With `--against` the link is not shaped, two learners on host 1 push and fetch as in `offbeat bench server` (also with
+`in_place=True`, which copies no weights into the parameters), and so do those of other systems, in turn. The hosts of a lab are one machine: `rpc` is torch.distributed.rpc with what it chooses
 between them, `rpc-tuned` sends one flat tensor over `uv` and `basic`, its transport and channel for one TCP connection.
 What the interface of host 1 sends per push is told, since a channel could go past the network.
 """
@@ -281,11 +281,11 @@ class Bench:
         found = json.loads(output.splitlines()[-1])
         return float(found["per_s"]), sent / found["pushes"]
 
-    def our_rate(self, key: Path | None) -> tuple[float, float]:
+    def our_rate(self, key: Path | None, *, in_place: bool = False) -> tuple[float, float]:
         """The same of offbeat: the program of `offbeat bench server`, whose weights are checked at the end."""
         setting = {"line": "async", "learners": LEARNERS, "shards": 1}
         _, environment, _ = self.serve(setting, 0, key=key)
-        request = {"do": "push", "sizes": self.sizes, "seconds": self.given.seconds, "warm_up": 5, "in_place": False}
+        request = {"do": "push", "sizes": self.sizes, "seconds": self.given.seconds, "warm_up": 5, "in_place": in_place}
         found = {"OFFBEAT_ADDRESS": f"tcp://{self.address}", "OFFBEAT_TOKEN": HOST, "OFFBEAT_LEARNERS": str(LEARNERS)}
         words = [sys.executable, "-u", "-m", "offbeat.measure.bench_learner", json.dumps(request)]
         before, started = self.sent_bytes(), []
@@ -324,6 +324,7 @@ def against(given: argparse.Namespace, folder: Path, key: Path, names: list[str]
         bench = Bench(given, lab, folder)
         turns: dict[str, Callable[[], tuple[float, float]]] = {
             "offbeat": lambda: bench.our_rate(None),
+            "offbeat in place": lambda: bench.our_rate(None, in_place=True),
             "offbeat with TLS": lambda: bench.our_rate(key),
             **{name: partial(bench.others_rate, name) for name in names},
         }

@@ -44,8 +44,8 @@ def sent(out: Outgoing, cancelled: int = 0) -> list[tuple[Kind, int, int]]:
     """Kind, offset and size of every frame that waits."""
     found = []
     while (frame := out.next(cancelled)) is not None:
-        header, payload = frame
-        assert len(payload) == header.size
+        header, parts = frame
+        assert sum(map(len, parts)) == header.size
         found.append((header.kind, header.offset, header.size))
     return found
 
@@ -56,21 +56,58 @@ def sent(out: Outgoing, cancelled: int = 0) -> list[tuple[Kind, int, int]]:
 def test_layers_that_lie_side_by_side_are_sent_as_one_and_the_message_after_them() -> None:
     out = Outgoing()
     for start, end in ((900, 1000), (500, 900), (0, 500)):  # as backward fills them
-        out.write(write(start, end), SLOT)
+        out.write(write(start, end), SLOT[start:end])
     out.add(MESSAGE, b"push")
     assert sent(out) == [(Kind.WRITE, 0, 1000), (Kind.MESSAGE, 0, 4)]
 
 
 def test_a_layer_that_changes_while_it_waits_is_sent_once() -> None:
     out = Outgoing()
-    out.write(write(0, 100), SLOT)
-    out.write(write(0, 100), SLOT)
+    out.write(write(0, 100), SLOT[:100])
+    out.write(write(0, 100), SLOT[:100])
     assert sent(out) == [(Kind.WRITE, 0, 100)]
+
+
+def test_layers_are_sent_from_where_they_are_and_one_that_is_written_again_from_its_new_place() -> None:
+    def parts(*changes: tuple[int, int, bytes]) -> list[tuple[int, bytes]]:
+        out = Outgoing()
+        for start, end, letter in changes:
+            out.write(write(start, end), memoryview(letter * (end - start)))
+        found = []
+        while (frame := out.next(0, 15)) is not None:
+            found.append((frame[0].offset, b"".join(frame[1])))
+        return found
+
+    layers = (20, 30, b"c"), (10, 20, b"b"), (0, 10, b"a")
+    assert parts(*layers) == [(0, b"a" * 10 + b"b" * 5), (15, b"b" * 5 + b"c" * 10)]
+    assert parts(*layers, (10, 20, b"B")) == [(0, b"a" * 10 + b"B" * 5), (15, b"B" * 5 + b"c" * 10)]
+    assert parts(*layers, (0, 20, b"D")) == [(0, b"D" * 15), (15, b"D" * 5 + b"c" * 10)]
+    assert parts(*layers, (0, 15, b"E"))[-1] == (0, b"E" * 15)  # after what it does not wholly cover
+    assert parts((0, 10, b"a"), (20, 30, b"c")) == [(0, b"a" * 10), (20, b"c" * 10)]
+
+
+def test_a_layer_that_was_partly_sent_is_sent_again_when_it_is_written_again() -> None:
+    out = Outgoing()
+    out.write(write(0, 100), SLOT[:100])
+    first = out.next(0, 40)
+    assert first is not None and first[0].size == 40
+    out.write(write(0, 100), memoryview(b"n" * 100))
+    again = out.next(0)
+    assert again is not None and (again[0].offset, b"".join(again[1])) == (0, b"n" * 100)
+    assert out.next(0) is None
+
+
+def test_a_frame_has_no_more_parts_than_the_kernel_takes_at_once() -> None:
+    out = Outgoing()
+    for start in range(3000):
+        out.write(write(start, start + 1), SLOT[start : start + 1])
+    sizes = [size for _, _, size in sent(out)]
+    assert max(sizes) < 1024 and sum(sizes) == 3000
 
 
 def test_large_layers_are_sent_in_pieces() -> None:
     out = Outgoing()
-    out.write(write(0, 2 * PIECE_BYTES + 5), SLOT)
+    out.write(write(0, 2 * PIECE_BYTES + 5), SLOT[: 2 * PIECE_BYTES + 5])
     assert sent(out) == [
         (Kind.WRITE, 0, PIECE_BYTES),
         (Kind.WRITE, PIECE_BYTES, PIECE_BYTES),
@@ -80,11 +117,11 @@ def test_large_layers_are_sent_in_pieces() -> None:
 
 def test_what_is_left_of_a_cancelled_gradient_is_not_sent_but_its_message_is() -> None:
     out = Outgoing()
-    out.write(write(0, 3 * PIECE_BYTES, minibatch=4), SLOT)
+    out.write(write(0, 3 * PIECE_BYTES, minibatch=4), SLOT[: 3 * PIECE_BYTES])
     out.add(MESSAGE, b"push")
     first = out.next(3)
     assert first is not None and first[0].offset == 0
-    out.write(write(0, 100, minibatch=5), SLOT)
+    out.write(write(0, 100, minibatch=5), SLOT[:100])
     assert sent(out, cancelled=4) == [(Kind.MESSAGE, 0, 4), (Kind.WRITE, 0, 100)]
 
 
@@ -187,10 +224,13 @@ class Kept:
 
     def __init__(self) -> None:
         self.writes: list[Header] = []
+        self.sent: list[memoryview] = []
         self.reads: list[tuple[int, int]] = []
 
-    def write(self, header: Header, region: memoryview) -> None:
+    def write(self, header: Header, data: memoryview) -> None:
+        assert len(data) == header.size
         self.writes.append(header)
+        self.sent.append(data)
 
     def read(self, number: int, reading: int) -> None:
         self.reads.append((number, reading))
@@ -209,11 +249,27 @@ def test_filling_a_layer_sends_it_as_a_part_of_its_minibatch() -> None:
     assert arena.slots[0].tolist() == [0.0] * 6 + [1.0] * 10
 
 
+def test_a_gradient_that_stays_is_sent_from_where_it_is_if_it_is_as_it_travels() -> None:
+    arena, uplink = arena_of(), Kept()
+    arena.connected(uplink)
+    arena.minibatch_begun(stamp(2, 9), 0)
+    gradient = torch.arange(10.0)
+    assert arena.fill(2, 1, gradient, stays=True) == 285.0
+    copied = gradient.to(torch.float64), gradient.view(5, 2).t(), gradient
+    for one, stays in zip(copied, (True, True, False), strict=True):
+        arena.fill(2, 1, one, stays=stays)
+    gradient[0] = 7.0  # what is sent is what is there by then
+    values = [torch.frombuffer(data, dtype=torch.float32).tolist() for data in uplink.sent]
+    assert uplink.writes == [Header(Kind.WRITE, Region.GRADIENT, 0, 40, stamp(2, 9), 24)] * 4
+    assert values[0] == [7.0, *range(1, 10)]
+    assert values[1] == values[2] == values[3] == [0.0, *range(1, 10)]  # the slot, as it was filled last
+
+
 def test_with_a_codec_only_the_payload_is_sent_and_it_has_the_size_that_is_priced() -> None:
     arena, uplink = arena_of("async:codec=top-k:0.1"), Kept()
     arena.connected(uplink)
     arena.minibatch_begun(stamp(2, 9), 0)
-    arena.fill(2, 1, torch.arange(10.0))
+    arena.fill(2, 1, torch.arange(10.0), stays=True)
     arena.clear(2, (0,))
     assert uplink.writes == []
     codec = arena.setting.codec

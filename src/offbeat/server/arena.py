@@ -193,8 +193,12 @@ class Arena:
         """Weights as a learner gets them, in place: the same here as on another host."""
         return weights if self.down is None else self.down.encode(weights)
 
-    def fill(self, slot: int, index: int, gradient: Tensor) -> float:
-        """A parameter's gradient, into its place; its squared norm, which costs little while it is in the cache."""
+    def fill(self, slot: int, index: int, gradient: Tensor, *, stays: bool = False) -> float:
+        """A parameter's gradient, into its place; its squared norm, which costs little while it is in the cache.
+
+        `stays`: nobody changes it until the push is answered or cancelled, or fills it again; so it may be sent as it
+        is, without the copy.
+        """
         if index in self.row_tables:
             return self.fill_rows(slot, sparse_rows.rows_of(gradient, self.row_tables[index]))
         size, place = self.table.sizes[index], self.slots[slot]

@@ -234,7 +234,7 @@ class PushGradient(PushMode):
         self._squares = [0.0] * len(tensors.trained)  # of the norms of what is in the slot
 
     def fill(self, index: int, gradient: Tensor) -> None:
-        self._squares[index] = self.arena.fill(self.state.slot, index, gradient)
+        self._squares[index] = self.arena.fill(self.state.slot, index, gradient, stays=True)
 
     def is_unchanged(self, index: int, gradient: Tensor) -> bool:
         """By its norm, as it was summed when it was filled. On a GPU it is not checked: that would take long."""

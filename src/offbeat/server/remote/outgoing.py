@@ -7,14 +7,16 @@ import socket
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from offbeat.server.remote.frames import GRADIENTS, PIECE_BYTES, Header
 
 LEAST_BYTES = 128 * 1024
 QUICK_S, SLOW_S = 0.0025, 0.01
 _LOOK_S = 0.2  # where there is nothing to send
+_MOST_PARTS = 64  # of memory, in one frame
 
 
 class Pace:
@@ -44,21 +46,52 @@ class Pace:
             self._set(self.piece_bytes // 2)
 
 
+class _Part(NamedTuple):
+    """Bytes of a region, wherever they are in memory here."""
+
+    offset: int
+    data: memoryview
+
+    @property
+    def end(self) -> int:
+        return self.offset + len(self.data)
+
+
 @dataclass(slots=True)
 class _Write:
-    """Bytes of a region that are to be sent."""
+    """Bytes of a region that are to be sent: parts that lie side by side in it, in order."""
 
     header: Header  # without its offset and size
-    region: memoryview
-    start: int
-    end: int
+    parts: deque[_Part]
 
-    def take(self, start: int, end: int) -> bool:
-        """Whether these bytes are sent with it, too."""
-        if start > self.end or end < self.start:
+    def take(self, new: _Part) -> bool:
+        """Whether this is sent with it: beside the others, or in place of those that it covers."""
+        if new.end == self.parts[0].offset:
+            self.parts.appendleft(new)
+            return True
+        if new.offset == self.parts[-1].end:
+            self.parts.append(new)
+            return True
+        before = [one for one in self.parts if one.end <= new.offset]
+        after = [one for one in self.parts if one.offset >= new.end]
+        covered = [one for one in self.parts if new.offset <= one.offset and one.end <= new.end]
+        if not covered or len(before) + len(covered) + len(after) < len(self.parts):
             return False
-        self.start, self.end = min(start, self.start), max(end, self.end)
+        self.parts = deque((*before, new, *after))
         return True
+
+    def piece(self, most_bytes: int) -> tuple[Header, list[memoryview]]:
+        """So much of it from its beginning, which is left out from then on."""
+        offset, size = self.parts[0].offset, 0
+        found: list[memoryview] = []
+        while self.parts and size < most_bytes and len(found) < _MOST_PARTS:
+            at, data = self.parts.popleft()
+            taken = min(len(data), most_bytes - size)
+            found.append(data[:taken])
+            size += taken
+            if taken < len(data):
+                self.parts.appendleft(_Part(at + taken, data[taken:]))
+        return self.header._replace(size=size, offset=offset), found
 
 
 class Outgoing:
@@ -69,13 +102,13 @@ class Outgoing:
         self._changed = threading.Condition()
         self._busy = False
 
-    def write(self, header: Header, region: memoryview) -> None:
-        what, start = header._replace(size=0, offset=0), header.offset
+    def write(self, header: Header, data: memoryview) -> None:
+        """These bytes, as they are when they are sent."""
+        what, part = header._replace(size=0, offset=0), _Part(header.offset, data)
         with self._changed:
             last = self._queue[-1] if self._queue else None
-            joins = isinstance(last, _Write) and last.header == what and last.take(start, start + header.size)
-            if not joins:
-                self._queue.append(_Write(what, region, start, start + header.size))
+            if not (isinstance(last, _Write) and last.header == what and last.take(part)):
+                self._queue.append(_Write(what, deque([part])))
             self._changed.notify()
 
     def add(self, header: Header, payload: bytes) -> None:
@@ -84,7 +117,9 @@ class Outgoing:
                 self._queue.append((header, payload))
             self._changed.notify()
 
-    def next(self, cancelled: int, piece_bytes: int = PIECE_BYTES) -> tuple[Header, memoryview | bytes] | None:
+    def next(
+        self, cancelled: int, piece_bytes: int = PIECE_BYTES
+    ) -> tuple[Header, Sequence[memoryview | bytes]] | None:
         """The next frame, in some time; None: there is none yet. Gradients of minibatches up to `cancelled` are
         left out."""
         with self._changed:
@@ -97,16 +132,15 @@ class Outgoing:
                 if isinstance(first, tuple):
                     self._queue.popleft()
                     self._busy = True
-                    return first
+                    return first[0], [first[1]]
                 if first.header.region in GRADIENTS and first.header.number <= cancelled:
                     self._queue.popleft()
                     continue
-                start, end = first.start, min(first.end, first.start + piece_bytes)
-                first.start = end
-                if end == first.end:
+                found = first.piece(piece_bytes)
+                if not first.parts:
                     self._queue.popleft()
                 self._busy = True
-                return first.header._replace(size=end - start, offset=start), first.region[start:end]
+                return found
             return None
 
     def drain(self, timeout_s: float) -> None:

@@ -1,7 +1,8 @@
 """The servers' memory as a learner on another host has it: one slot, two buffers of weights, copies of the words.
 
-What is filled into the slot is sent while backward goes on (`Uplink.write`); what the learner reads has been sent to it
-before, on the word of the coordinator. It has the methods of an `Arena`, so that the learner's code is the same. A
+What is filled into the slot is sent while backward goes on (`Uplink.write`), and a gradient that stays as it is until
+its push is answered right from where it is; what the learner reads has been sent to it before, on the word of the
+coordinator. It has the methods of an `Arena`, so that the learner's code is the same. A
 buffer here is not one of the servers': `awaited` says in which of the two the weights of a pin are.
 
 Weights that were not wholly sent (a newer Go has cancelled them, or the connection broke) are taken all the same: by
@@ -39,7 +40,7 @@ READ_S = 600.0  # for what was asked for
 class Uplink(Protocol):
     """What sends for this memory."""
 
-    def write(self, header: Header, region: memoryview) -> None:
+    def write(self, header: Header, data: memoryview) -> None:
         """Send these bytes of a region soon. They are read when they are sent: what changes before is sent once."""
 
     def read(self, number: int, reading: Reading) -> None:
@@ -99,12 +100,24 @@ class RemoteArena(Arena):
     def minibatch_begun(self, minibatch: int, grant: int) -> None:
         self._minibatch = minibatch
 
-    def fill(self, slot: int, index: int, gradient: Tensor) -> float:
+    def fill(self, slot: int, index: int, gradient: Tensor, *, stays: bool = False) -> float:
+        if stays and self._is_as_sent(index, gradient):
+            square = self.square(gradient)
+            assert square is not None
+            data = bytes_of(gradient.view(-1))
+            at = self.offsets[index] * self._item
+            self._send(Header(Kind.WRITE, Region.GRADIENT, 0, len(data), self._minibatch, at), data)
+            return square
         square = super().fill(slot, index, gradient)
         if index in self.row_tables:  # they are sent when all of them are there
             return square
         self._send_gradient(slot, self.offsets[index], self.table.sizes[index])
         return square
+
+    def _is_as_sent(self, index: int, gradient: Tensor) -> bool:
+        """Whether it need not be copied to be sent."""
+        right = gradient.device.type == "cpu" and gradient.dtype == self.slots[0].dtype and gradient.is_contiguous()
+        return right and self._coded is None and index not in self.row_tables
 
     def clear(self, slot: int, indices: Iterable[int]) -> None:
         absent = tuple(indices)
@@ -124,7 +137,8 @@ class RemoteArena(Arena):
 
     def deliver(self, slot: int) -> None:
         for index, size in self._rows_bytes.items():
-            self._send(Header(Kind.WRITE, Region.ROWS, index, size, self._minibatch), bytes_of(self._rows[index]))
+            data = bytes_of(self._rows[index])[:size]
+            self._send(Header(Kind.WRITE, Region.ROWS, index, size, self._minibatch), data)
 
     def put(self, slot: int, vector: Tensor) -> None:
         super().put(slot, vector)
@@ -145,12 +159,13 @@ class RemoteArena(Arena):
         if self._coded is not None:  # it is sent when all of it is there
             return
         offset, size = start * self._item, items * self._item
-        self._send(Header(Kind.WRITE, Region.GRADIENT, 0, size, self._minibatch, offset), self._slot_bytes)
+        data = self._slot_bytes[offset : offset + size]
+        self._send(Header(Kind.WRITE, Region.GRADIENT, 0, size, self._minibatch, offset), data)
 
-    def _send(self, header: Header, region: memoryview) -> None:
+    def _send(self, header: Header, data: memoryview) -> None:
         uplink = self.uplink
         if uplink is not None and header.size:
-            uplink.write(header, region)
+            uplink.write(header, data)
 
     def seed(self, parts: ModelTensors, kept: Mapping[str, Tensor] | None = None) -> None:
         self._make_room()

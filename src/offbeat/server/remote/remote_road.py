@@ -130,8 +130,8 @@ class Link:
 
     # --- up ---------------------------------------------------------------------------------------------------------
 
-    def write(self, header: Header, region: memoryview) -> None:
-        self._out.write(header, region)
+    def write(self, header: Header, data: memoryview) -> None:
+        self._out.write(header, data)
 
     def read(self, number: int, reading: Reading) -> None:
         with contextlib.suppress(OSError):
@@ -177,10 +177,10 @@ class Link:
         while not self.broken:
             frame = self._out.next(self._cancel.get(), pace.piece_bytes)
             if frame is not None:
-                header, payload = frame
+                header, parts = frame
                 began_s = time.monotonic()
-                send_all(one, [header.pack(), payload])
-                pace.sent(len(payload), time.monotonic() - began_s)
+                send_all(one, [header.pack(), *parts])
+                pace.sent(header.size, time.monotonic() - began_s)
 
     # --- down -------------------------------------------------------------------------------------------------------
 

@@ -84,8 +84,8 @@ class ShardLink:
         with self._changed:
             self._whole = self._breaks
 
-    def write(self, header: Header, region: memoryview) -> None:
-        self._out.write(header, region)
+    def write(self, header: Header, data: memoryview) -> None:
+        self._out.write(header, data)
 
     def say(self, header: Header) -> None:
         self._out.add(header, b"")
@@ -165,11 +165,11 @@ class ShardLink:
             frame = self._out.next(self._cancelled(), self._pace.piece_bytes)
             if frame is None:
                 continue
-            header, payload = frame
+            header, parts = frame
             try:
                 one, began_s = self._connection(Channel.SHARD_UP), time.monotonic()
-                send_all(one, [header.pack(), payload])
-                self._pace.sent(len(payload), time.monotonic() - began_s)
+                send_all(one, [header.pack(), *parts])
+                self._pace.sent(header.size, time.monotonic() - began_s)
                 if header.kind is Kind.FLUSH:
                     receive_all(one, room)
                     with self._changed:

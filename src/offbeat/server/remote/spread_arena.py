@@ -121,6 +121,10 @@ class SpreadArena(RemoteArena):
     def _is_wanted(self) -> bool:
         return self._cancelled() < self._begun[1]
 
+    def fill(self, slot: int, index: int, gradient: Tensor, *, stays: bool = False) -> float:
+        """Always copied: what a broken connection has lost is sent again from the slot."""
+        return super().fill(slot, index, gradient)
+
     def _send_gradient(self, slot: int, start: int, items: int) -> None:
         for shard in self._shards:
             first, last = max(start, shard.part.start), min(start + items, shard.part.stop)
@@ -128,9 +132,9 @@ class SpreadArena(RemoteArena):
                 self._send_part(shard, slot, first, last)
 
     def _send_part(self, shard: _Shard, slot: int, first: int, last: int) -> None:
-        offset, size = (first - shard.part.start) * self._item, (last - first) * self._item
-        region = self._slot_bytes[shard.part.start * self._item : shard.part.stop * self._item]
-        shard.link.write(Header(Kind.WRITE, Region.GRADIENT, slot, size, self._begun[1], offset), region)
+        data = self._slot_bytes[first * self._item : last * self._item]
+        offset = (first - shard.part.start) * self._item
+        shard.link.write(Header(Kind.WRITE, Region.GRADIENT, slot, len(data), self._begun[1], offset), data)
 
     def _send_whole(self, shard: _Shard, slot: int) -> None:
         if shard.home is None:
