@@ -10,6 +10,10 @@ A lab of 4 hosts, each with one learner: links of 100 Mbit/s, but 10 Mbit/s for 
 host 0. For each strategy: seconds per update and seconds to the accuracy, predicted (`offbeat calibrate --lab`, virtual
 time) and measured. Every result is a line of results.jsonl in --out as soon as it is there, and is not made again.
 
+A model is evaluated at the end of each epoch. Where the accuracy is reached close to one, chance decides between two
+ends of epochs, so the time to the accuracy is where the straight line between two evaluations reaches it; the time
+until an epoch ends with it is told, too.
+
 It ends with 1 if all was measured and a time per update is off by more than 15 %, a mean time to the accuracy by more
 than 25 %, or strategies are in another order than was predicted. The hosts share this machine's cores: run it idle.
 """
@@ -40,7 +44,7 @@ from offbeat.measure.network_bench import NetworkRequest, measure_network
 from offbeat.measure.rank_bench import LabRequest
 from offbeat.network.keys import TRUST
 from offbeat.predict.calibration import as_json, read_calibration
-from offbeat.predict.from_calibration import foresee_accuracy, predict
+from offbeat.predict.from_calibration import foresee_evaluations, predict
 from offbeat.runs.metrics import reached_at
 from offbeat.spec import parse_seconds
 from offbeat.strategy import ALL_REDUCE, family_of
@@ -55,6 +59,7 @@ SEEDS = (0, 1, 2)
 KINDS = ("predicted", "measured")
 FULL, QUICK = (60_000, 10_000), (6_000, 2_000)  # images to train on and to test with
 TARGET, QUICK_TARGET = 0.85, 0.80
+CHANCE = 0.1  # of 10 classes: where all begin
 EPOCHS = 40  # at most
 PORT = 7000
 UPDATE_ERROR, ACCURACY_ERROR, DIFFERENT = 0.15, 0.25, 0.15
@@ -64,16 +69,26 @@ _FILES = (("train-images-idx3-ubyte", 0), ("train-labels-idx1-ubyte", 0), ("t10k
 
 
 class Result(NamedTuple):
-    """Of one training, `kind` "predicted" or "measured"; without `to_target_s` it did not get there."""
+    """Of one training, `kind` "predicted" or "measured"."""
 
     line: str
     seed: int
     kind: str
     update_s: float
-    to_target_s: float | None
-    updates: int
-    epochs: int
-    points: Sequence[Sequence[float]] = ()  # seconds and accuracy of each evaluation
+    points: Sequence[Sequence[float]]  # seconds and accuracy of each evaluation
+
+    def epoch_s(self, target: float) -> float | None:
+        """When the first epoch ended that had the accuracy; None: it did not get there."""
+        at = reached_at([accuracy for _, accuracy in self.points], target)
+        return None if at is None else self.points[at][0]
+
+    def target_s(self, target: float) -> float | None:
+        """When the straight line between two evaluations reaches it."""
+        at = reached_at([accuracy for _, accuracy in self.points], target)
+        if at is None:
+            return None
+        (before_s, before), (after_s, after) = self.points[at - 1] if at else (0.0, CHANCE), self.points[at]
+        return before_s + (after_s - before_s) * max(0.0, target - before) / (after - before)
 
 
 class Study(NamedTuple):
@@ -149,8 +164,8 @@ def calibrate(study: Study, end_s: float) -> bool:
 def foresee(study: Study, line: str, seed: int) -> Result:
     config, calibration = study.config(line, seed), read_calibration(study.calibration)
     predicted = predict(calibration, changed(config, {"train": {"epochs": 4}}), study.images[0], hosts=4)
-    to_target_s = foresee_accuracy(calibration, config, study.target, hosts=4)
-    return Result(line, seed, "predicted", predicted.seconds_per_update, to_target_s, 0, 0)
+    points = [(one.seconds, one.accuracy or 0.0) for one in foresee_evaluations(calibration, config, hosts=4)]
+    return Result(line, seed, "predicted", predicted.seconds_per_update, points)
 
 
 def train(study: Study, line: str, seed: int) -> Result:
@@ -184,9 +199,7 @@ def train(study: Study, line: str, seed: int) -> Result:
     since = first_row if len(rows) > 1 else {"seconds": 0.0, "update": 0}  # the first epoch warms up
     update_s = (last["seconds"] - since["seconds"]) / (last["update"] - since["update"])
     points = [(float(row["seconds"]), float(row["accuracy"])) for row in rows]
-    at = reached_at([accuracy for _, accuracy in points], study.target)
-    to_target_s = None if at is None else points[at][0]
-    return Result(line, seed, "measured", update_s, to_target_s, last["update"], last["epoch"], points)
+    return Result(line, seed, "measured", update_s, points)
 
 
 def _join(lab: Lab, host: int, words: Sequence[str], environment: dict[str, str]) -> HostProcess:
@@ -209,7 +222,8 @@ class Row(NamedTuple):
     line: str
     seeds: int
     update_s: tuple[float, float]  # predicted, measured
-    to_target_s: tuple[float, float] | None
+    target_s: tuple[float, float] | None
+    epoch_s: tuple[float, float] | None
 
 
 def rows_of(study: Study) -> list[Row]:
@@ -224,13 +238,22 @@ def rows_of(study: Study) -> list[Row]:
             == (line, "predicted", line, "measured", other.seed)
         ]
         if pairs:
-            update_s = tuple(statistics.fmean(pair[kind].update_s for pair in pairs) for kind in (0, 1))
-            there = [(p.to_target_s, m.to_target_s) for p, m in pairs]
-            means = None
-            if all(one is not None and other is not None for one, other in there):
-                means = tuple(statistics.fmean(pair[kind] or 0.0 for pair in there) for kind in (0, 1))
-            rows.append(Row(line, len(pairs), update_s, means))  # type: ignore[arg-type]  # pairs of two
+            updates = means([(p.update_s, m.update_s) for p, m in pairs])
+            assert updates is not None
+            targets, epochs = (
+                means([(find(p, study.target), find(m, study.target)) for p, m in pairs])
+                for find in (Result.target_s, Result.epoch_s)
+            )
+            rows.append(Row(line, len(pairs), updates, targets, epochs))
     return rows
+
+
+def means(pairs: Sequence[tuple[float | None, float | None]]) -> tuple[float, float] | None:
+    """Of the first and of the second ones; None, where one did not get there."""
+    whole = [(one, other) for one, other in pairs if one is not None and other is not None]
+    if len(whole) < len(pairs):
+        return None
+    return statistics.fmean(one for one, _ in whole), statistics.fmean(other for _, other in whole)
 
 
 def error_of(pair: tuple[float, float]) -> float:
@@ -249,17 +272,18 @@ def tell(study: Study) -> bool:
     """Print what is known; whether all of it is within the limits."""
     rows = rows_of(study)
     print(f"{RECIPE}, {study.images[0]:,} images, {LAB}, {SLOW[0]}; accuracy {100 * study.target:g} %")
-    print("| strategy | seeds | s/update predicted | measured | error | s to accuracy predicted | measured | error |")
-    print("|---|---|---|---|---|---|---|---|")
+    heads = ("s/update", "s to accuracy", "s to the end of the epoch")
+    print("| strategy | seeds |" + "".join(f" {head} predicted | measured | error |" for head in heads))
+    print("|---|---|" + "---|---|---|" * len(heads))
     for row in rows:
-        ways = [*row.update_s, error_of(row.update_s)]
-        told = f"| {row.line} | {row.seeds} | {ways[0]:.3f} | {ways[1]:.3f} | {100 * ways[2]:+.1f} % |"
-        if row.to_target_s is None:
-            print(f"{told} - | - | - |")
-        else:
-            predicted_s, measured_s = row.to_target_s
-            print(f"{told} {predicted_s:.1f} | {measured_s:.1f} | {100 * error_of(row.to_target_s):+.1f} % |")
-    reached = [(row.line, row.to_target_s) for row in rows if row.to_target_s is not None]
+        cells = [
+            "- | - | -"
+            if pair is None
+            else f"{pair[0]:.{digits}f} | {pair[1]:.{digits}f} | {100 * error_of(pair):+.1f} %"
+            for pair, digits in ((row.update_s, 4), (row.target_s, 1), (row.epoch_s, 1))
+        ]
+        print(f"| `{row.line}` | {row.seeds} | {' | '.join(cells)} |")
+    reached = [(row.line, row.target_s) for row in rows if row.target_s is not None]
     wrong = wrong_orders((row.line, row.update_s) for row in rows) + wrong_orders(reached)
     print(f"wrong order: {', '.join(wrong) or 'none'}")
     times = {line: measured_s for line, (_, measured_s) in reached}

@@ -17,9 +17,10 @@ from the first cycle until the last learner is done. If all shards are on host 0
 sends 3 of 4 weights; if they are spread, each link takes in 3/4 of a gradient and 3/4 of the weights per cycle: half.
 
 With `--against` the link is not shaped, two learners on host 1 push and fetch as in `offbeat bench server` (also with
-`in_place=True`, which copies no weights into the parameters), and so do those of other systems, in turn. The hosts of a lab are one machine: `rpc` is torch.distributed.rpc with what it chooses
-between them, `rpc-tuned` sends one flat tensor over `uv` and `basic`, its transport and channel for one TCP connection.
-What the interface of host 1 sends per push is told, since a channel could go past the network.
+`in_place=True`, which copies no weights into the parameters), and so do those of other systems, in turn. The hosts of a
+lab are one machine: `rpc` is torch.distributed.rpc with what it chooses between them, `rpc-tuned` sends one flat tensor
+over `uv` and `basic`, its transport and channel for one TCP connection. What the interface of host 1 sends per push is
+told, since a channel could go past the network.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ def made(
     for place, row in enumerate(rows):
         times = np.array(row)
         ways = np.full(len(row), back_s)
-        learners.append(Computed(ways, times, (place in cut,) * len(row), ways))
+        learners.append(Computed(ways, times, (place in cut,) * len(row), ways, np.zeros(1)))
     recorded = Recorded(
         learners=tuple(learners), numbers=numbers or tuple(range(len(rows))), there_s=0.0, active_s=active_s,
         stretches=4, wait_share=0.0, waste_share=0.0, reduces=line == "ring",

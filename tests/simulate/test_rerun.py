@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from offbeat.errors import RequestError
-from offbeat.predict.recorded_run import Computed, Recorded, filled, law_of, read_recorded, starts_of
+from offbeat.predict.recorded_run import Computed, Recorded, filled, law_of, read_recorded, sends_of, starts_of
 from offbeat.predict.timelines import Minibatch, ServedTimeline, Update
 from offbeat.runs.log import RunLog, Span
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.compute import Draws, Law, parse_law
 from offbeat.simulate.cores import Cores
+from offbeat.simulate.engine import Floats, Ints
 from offbeat.simulate.sample_source import Epochs, Stream
 
 
@@ -63,6 +64,18 @@ def test_an_asynchronous_log_tells_what_minibatches_and_ways_took() -> None:
     assert found.minibatches == 4 and found.cancelled == 0 and found.numbers == (0, 1)
 
 
+def test_each_push_took_its_own_time_to_the_server() -> None:
+    first, second = read_recorded(ASYNC).learners
+    assert first.sends_s.tolist() == [0.25, 0.25] and second.sends_s.tolist() == [0.25, 0.25]
+    decisions = [
+        {**record, "event": record["event"].replace("@12.25", "@14.0").replace("@18.0", "@17.75")}
+        for record in ASYNC.decisions
+    ]
+    later = read_recorded(replace(ASYNC, decisions=tuple(decisions)))
+    assert [one.sends_s.tolist() for one in later.learners] == [[0.25, 0.25], [2.0, 0.0]]
+    assert later.there_s == 0.625
+
+
 def test_learners_keep_their_numbers_where_some_computed_nothing() -> None:
     log = log_of("async", "joined 3 @0.0: send 3", spans=(computed(3, 0.5, 1.0, 0), computed(1, 0.0, 2.0, 0)))
     found = read_recorded(log)
@@ -80,7 +93,7 @@ def test_evaluations_are_no_training_and_what_ends_of_epochs_take_is_the_rest() 
     found = read_recorded(ASYNC)
     assert found.stretches == 2
     assert found.active_s == (13.0 - 10.375) + (18.0 - 16.25)
-    begins_s = 2 * (0.25 / 2 + 0.375)
+    begins_s = 2 * 0.375
     assert found.ends_s(6.0) == pytest.approx(6.0 - found.active_s - begins_s)
     assert found.ends_s(1.0) == 0.0
 
@@ -147,11 +160,11 @@ def test_what_was_cancelled_gets_one_of_its_learners_longer_times_the_same_every
 
 def test_the_longer_times_are_drawn_as_kaplan_and_meier_have_them() -> None:
     times = np.array([1.0, 2.0, 3.0, *[2.5] * 4000])
-    one = Computed(times * 0, times, (False, False, False, *[True] * 4000), times * 0)
+    one = Computed(times * 0, times, (False, False, False, *[True] * 4000), times * 0, times * 0)
     (row,) = filled([one], seed=0)
     assert set(row[3:].tolist()) == {3.0}
     early = np.array([1.0, 2.0, 4.0, *[0.5] * 4000])
-    (row,) = filled([Computed(early * 0, early, one.cancelled, early * 0)], seed=0)
+    (row,) = filled([Computed(early * 0, early, one.cancelled, early * 0, early * 0)], seed=0)
     assert [round(float(np.mean(row[3:] == time)), 1) for time in (1.0, 2.0, 4.0)] == [0.3, 0.3, 0.3]
 
 
@@ -167,7 +180,7 @@ def test_a_time_that_is_drawn_is_longer_than_the_cut_and_as_likely_as_among_the_
     cut_s: float, chances: dict[float, float]
 ) -> None:
     times = np.array([1.0, 1.0, 1.0, 1.0, 5.0, 6.0, 6.0, 6.0, cut_s])
-    one = Computed(times * 0, times, (False,) * 8 + (True,), times * 0)
+    one = Computed(times * 0, times, (False,) * 8 + (True,), times * 0, times * 0)
     rows = filled([one] * 2000, seed=0)
     assert all(row[:8].tolist() == times[:8].tolist() for row in rows)
     drawn = np.array([row[8] for row in rows])
@@ -179,13 +192,13 @@ def test_a_time_that_is_drawn_is_longer_than_the_cut_and_as_likely_as_among_the_
 def test_what_was_cancelled_takes_longer_than_one_that_finished_after_as_long() -> None:
     times = np.array([2.0, 5.0, 2.0])
     for seed in range(20):
-        (row,) = filled([Computed(times * 0, times, (False, False, True), times * 0)], seed=seed)
+        (row,) = filled([Computed(times * 0, times, (False, False, True), times * 0, times * 0)], seed=seed)
         assert row.tolist() == [2.0, 5.0, 5.0]
 
 
 def test_a_learner_that_never_finished_gets_the_times_of_all() -> None:
-    never = Computed(np.zeros(1), np.array([0.5]), (True,), np.zeros(1))
-    other = Computed(np.zeros(1), np.array([2.0]), (False,), np.zeros(1))
+    never = Computed(np.zeros(1), np.array([0.5]), (True,), np.zeros(1), np.zeros(1))
+    other = Computed(np.zeros(1), np.array([2.0]), (False,), np.zeros(1), np.zeros(1))
     assert filled([never, other], seed=0)[0].tolist() == [2.0]
 
 
@@ -252,7 +265,7 @@ def test_minibatches_that_were_pushed_together_have_equal_parts_of_their_time() 
 def test_times_come_in_their_order_and_begin_again_and_copies_begin_elsewhere() -> None:
     rows = [np.array([1.0, 2.0, 3.0, 4.0, 5.0]), np.array([7.0, 8.0])]
     recorded = Recorded(
-        learners=tuple(Computed(row * 0, row, (False,) * len(row), row / 10) for row in rows),
+        learners=tuple(Computed(row * 0, row, (False,) * len(row), row / 10, row / 20) for row in rows),
         numbers=(0, 1), there_s=0.0, active_s=1.0, stretches=1, wait_share=0.0, waste_share=0.0, reduces=False,
     )  # fmt: skip
     at = law_of(recorded).at
@@ -261,6 +274,8 @@ def test_times_come_in_their_order_and_begin_again_and_copies_begin_elsewhere() 
     assert at(np.array([[2], [3]]), np.arange(3)).tolist() == [[4, 5, 1], [8, 7, 8]]
     starts = starts_of(recorded).at
     assert starts is not None and starts(np.array([1]), np.arange(3)).tolist() == [0.7, 0.8, 0.7]
+    sends = sends_of(recorded).at
+    assert sends is not None and sends(np.array([1]), np.arange(3)).tolist() == [0.35, 0.4, 0.35]
 
 
 def test_a_law_that_knows_each_minibatch_comes_before_chance_and_speeds_still_count() -> None:
@@ -277,12 +292,12 @@ def test_a_law_that_knows_each_minibatch_comes_before_chance_and_speeds_still_co
     assert Draws(law, 1, 0, ids=(5,)).take(0) == 501.0
 
 
-def test_starts_that_were_measured_are_not_asked_for_beside_what_they_are_made_of() -> None:
+def test_starts_and_sends_that_were_measured_are_not_asked_for_beside_what_they_are_made_of() -> None:
     law = parse_law("constant:1")
-    with pytest.raises(RequestError, match="the measured times in starts already include"):
-        Cluster(learners=1, law=law, starts=law, wires=Wires(size_bytes=1))
-    with pytest.raises(RequestError, match="the measured times in starts already include"):
-        Cluster(learners=1, law=law, starts=law, cores=Cores(count=1, law=law))
+    for starts, sends in ((law, None), (None, law)):
+        for wires, cores in ((Wires(size_bytes=1), None), (None, Cores(count=1, law=law))):
+            with pytest.raises(RequestError, match="the measured times in starts and sends already include"):
+                Cluster(learners=1, law=law, starts=starts, sends=sends, wires=wires, cores=cores)
 
 
 def test_what_has_no_times_of_its_own_is_refused() -> None:
@@ -310,22 +325,36 @@ def go(line: str, cluster: Cluster, *, ends: bool) -> tuple[list[Update], RunLog
     return updates, RunLog(run=run, spans=timeline.result().spans, decisions=tuple(decisions))
 
 
+def unequal_ways(learners: Ints, minibatches: Ints) -> Floats:
+    """To the server, from learners of which each is on another host."""
+    return 0.2 * learners + 0.01 * (minibatches % 7) + 0.001
+
+
+UNEQUAL = Law(text="unequal", mean_s=0.4, sample=lambda chance: np.full_like(chance(0), 0.4), at=unequal_ways)
+
+
+@pytest.mark.parametrize("sends", [None, UNEQUAL], ids=["near", "far"])
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize(
     "line",
     ["full-sync", "k-sync:2", "k-batch-sync:3", "async", "k-async:2", "k-batch-async:3", "ssp:1", "stale-drop:3"],
 )
-def test_the_same_strategy_gives_the_same_run_again(line: str, ends: bool) -> None:
-    machine = Cluster(learners=5, law=parse_law("exp:1"), speeds=(0.5,), starts=parse_law("exp:0.1"), seed=2)
+def test_the_same_strategy_gives_the_same_run_again(line: str, ends: bool, sends: Law | None) -> None:
+    machine = Cluster(
+        learners=5, law=parse_law("exp:1"), speeds=(0.5,), starts=parse_law("exp:0.1"), sends=sends, seed=2
+    )
     real, log = go(line, machine, ends=ends)
     recorded = read_recorded(log)
-    assert recorded.there_s == pytest.approx(0.0, abs=1e-12)
-    again, _ = go(line, Cluster(learners=5, law=law_of(recorded), starts=starts_of(recorded), seed=9), ends=ends)
+    assert (recorded.there_s < 1e-12) == (sends is None)
+    own = Cluster(learners=5, law=law_of(recorded), starts=starts_of(recorded), sends=sends_of(recorded), seed=9)
+    again, _ = go(line, own, ends=ends)
     compared = len(real) * 3 // 4  # what was under way at the end of a stream is not in its log
     times = [update.at_s for update in real[:compared]]
-    assert [update.at_s for update in again[:compared]] == pytest.approx(times, rel=1e-9)
+    # Who is cancelled at the end of an epoch while its gradient is on its way is not told apart in a log.
+    rel = 0.06 if ends and sends is not None and line in ("k-sync:2", "k-batch-sync:3") else 1e-9
+    assert [update.at_s for update in again[:compared]] == pytest.approx(times, rel=rel)
     if ends:
-        assert again[-1].at_s == pytest.approx(real[-1].at_s, rel=1e-9)
+        assert again[-1].at_s == pytest.approx(real[-1].at_s, rel=rel)
 
 
 def test_with_latency_the_way_there_is_told_from_the_way_back() -> None:
@@ -335,8 +364,6 @@ def test_with_latency_the_way_there_is_told_from_the_way_back() -> None:
     real, log = go("async", machine, ends=False)
     recorded = read_recorded(log)
     assert recorded.there_s == pytest.approx(0.05) and recorded.back_s == pytest.approx(0.25)
-    wires = Wires(size_bytes=0, latency_s=recorded.there_s / 2)
-    again, _ = go(
-        "async", Cluster(learners=3, law=law_of(recorded), starts=starts_of(recorded), wires=wires), ends=False
-    )
-    assert again[-1].at_s == pytest.approx(real[-1].at_s, rel=0.01)
+    own = Cluster(learners=3, law=law_of(recorded), starts=starts_of(recorded), sends=sends_of(recorded))
+    again, _ = go("async", own, ends=False)
+    assert again[-1].at_s == pytest.approx(real[-1].at_s, rel=1e-9)

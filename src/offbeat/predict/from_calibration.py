@@ -13,7 +13,7 @@ from offbeat.predict.calibration import Calibration, Delays, Machine, machine_of
 from offbeat.predict.calibration_match import check
 from offbeat.predict.machines import Clock
 from offbeat.predict.timelines import untrained
-from offbeat.predict.virtual import reached_by, timeline_of, train_virtually
+from offbeat.predict.virtual import Evaluation, reached_by, timeline_of, train_virtually
 from offbeat.processes.slowness import parse as parse_slowness
 from offbeat.train.config import Config
 from offbeat.train.tasks import task_of
@@ -84,11 +84,15 @@ def _first(marks: list[tuple[float, int, int]], samples: int) -> tuple[float, in
     return marks[0] if found is marks[-1] else found
 
 
-def foresee_accuracy(calibration: Calibration, config: Config, target: float, *, hosts: int = 1) -> float | None:
-    """Seconds until an epoch ends with the accuracy reached, in virtual time on the predicted machine; or None."""
+def foresee_evaluations(calibration: Calibration, config: Config, *, hosts: int = 1) -> list[Evaluation]:
+    """A training in virtual time on the predicted machine, as it is evaluated at the end of each epoch."""
     task = task_of(config)
     predicted = predict(calibration, config, len(task.train), hosts=hosts)  # type: ignore[arg-type] # a map-style set has a length
     clock = Clock.calibrated(predicted.machine, config.sync, ends_of_epochs=True)
-    outcome = train_virtually(config, clock, task=task, every=1.0)
-    point = reached_by(outcome.points[1:], target)
+    return list(train_virtually(config, clock, task=task, every=1.0).points[1:])
+
+
+def foresee_accuracy(calibration: Calibration, config: Config, target: float, *, hosts: int = 1) -> float | None:
+    """Seconds until an epoch ends with the accuracy reached, in virtual time on the predicted machine; or None."""
+    point = reached_by(foresee_evaluations(calibration, config, hosts=hosts), target)
     return None if point is None else point.seconds

@@ -3,7 +3,8 @@
     computed    learner i's n-th minibatch took so long; `law_of` gives the same again, in the same order
     back        what came before it: from the word of the policy to begin (or, in an all-reduce, from when the last
                 learner had computed) until it began. Each has its own: who begins first takes the samples first
-    there       from a gradient that is computed until the server knows of it, on average
+    there       from a gradient that is computed until the server knows of it. Each has its own, since learners may be
+                on different hosts
     ends        what the ends of epochs take beside it: all come to rest, and begin again
 
 Where learners push after several minibatches the log has one time for all of them, and each is given an equal part.
@@ -55,6 +56,7 @@ class Computed:
     seconds: Floats
     cancelled: tuple[bool, ...]
     starts_s: Floats  # what followed each word to begin: more than minibatches, where a word came when samples were out
+    sends_s: Floats  # what each of its pushes took until the server knew of it; none of an all-reduce
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,7 +65,7 @@ class Recorded:
 
     learners: tuple[Computed, ...]
     numbers: tuple[int, ...]  # of these learners
-    there_s: float  # 0 of an all-reduce: all of its way is a way back
+    there_s: float  # of all pushes, on average; 0 of an all-reduce: all of its way is a way back
     active_s: float  # in which gradients were computed, from the first minibatch of an epoch to its last gradient
     stretches: int  # of it, between rests
     wait_share: float  # of the learners' time: waiting
@@ -84,8 +86,8 @@ class Recorded:
         return sum(float(one.back_s.sum()) for one in self.learners) / self.minibatches
 
     def ends_s(self, seconds: float) -> float:
-        """What ends of epochs took of a training of so many seconds; a simulation has the ways there, and no more."""
-        return max(0.0, seconds - self.active_s - self.stretches * (self.there_s / 2 + self.back_s))
+        """What ends of epochs took of a training of so many seconds; a simulation has the ways back, and no more."""
+        return max(0.0, seconds - self.active_s - self.stretches * self.back_s)
 
 
 def read_recorded(log: RunLog) -> Recorded:
@@ -105,13 +107,17 @@ def read_recorded(log: RunLog) -> Recorded:
     reduces = not log.decisions
     said = _decisions(log)
     pushed = pushed_spans(computed, said.pushes)
+    sends: defaultdict[int, list[float]] = defaultdict(list)
     if reduces:
-        there_s, before = 0.0, _before_reduced(own, rests)
+        before = _before_reduced(own, rests)
         counts = sorted(span.end_s for span in computed)
     else:
-        there = [push.at_s - computed[pushed[push.ticket]].end_s for push in said.pushes if push.ticket in pushed]
-        there_s, before = _mean(there), _before_served(own, said, rests)
+        for push in said.pushes:
+            if push.ticket in pushed:
+                sends[push.learner].append(push.at_s - computed[pushed[push.ticket]].end_s)
+        before = _before_served(own, said, rests)
         counts = sorted(push.at_s for push in said.pushes)
+    there_s = _mean([one for some in sends.values() for one in some])
     typical_s = _mean([one.back_s for some in before.values() for one in some if one.back_s is not None])
     starts = {} if reduces else _starts(own, said, rests, typical_s)
     every = _rule(log).push_every if said.pushes else 1
@@ -123,7 +129,13 @@ def read_recorded(log: RunLog) -> Recorded:
     wait_s, whole_s = _waited(spans, rests, reduces=reduces)
     return Recorded(
         learners=tuple(
-            _computed(zip(own[learner], before[learner], strict=True), parts, starts.get(learner), typical_s)
+            _computed(
+                zip(own[learner], before[learner], strict=True),
+                parts,
+                starts.get(learner),
+                typical_s,
+                () if reduces else sends.get(learner, (there_s,)),
+            )
             for learner in sorted(own)
         ),
         numbers=tuple(sorted(own)),
@@ -144,7 +156,11 @@ class _Gap(NamedTuple):
 
 
 def _computed(
-    spans: Iterable[tuple[Span, _Gap]], parts: Mapping[Span, int], starts: Sequence[float] | None, typical_s: float
+    spans: Iterable[tuple[Span, _Gap]],
+    parts: Mapping[Span, int],
+    starts: Sequence[float] | None,
+    typical_s: float,
+    sends: Sequence[float],
 ) -> Computed:
     back: list[float] = []
     seconds: list[float] = []
@@ -157,7 +173,9 @@ def _computed(
     # One way for several minibatches says nothing of which of them it was: each has the mean.
     back_s = np.array(back if len(back) == len(seconds) else [_mean(back)] * len(seconds), np.float64)
     starts_s = np.array(starts, np.float64) if starts else back_s
-    return Computed(back_s, np.array(seconds, np.float64), tuple(cancelled), starts_s)
+    return Computed(
+        back_s, np.array(seconds, np.float64), tuple(cancelled), starts_s, np.maximum(np.array(sends, np.float64), 0.0)
+    )
 
 
 # --- communication --------------------------------------------------------------------------------------------------
@@ -331,6 +349,11 @@ def law_of(recorded: Recorded, *, seed: int = 0, ways: bool = False) -> Law:
 def starts_of(recorded: Recorded) -> Law:
     """What came between a word to begin and the beginning, word by word."""
     return _in_order([one.starts_s for one in recorded.learners])
+
+
+def sends_of(recorded: Recorded) -> Law:
+    """What came between the end of a gradient's computing and the server's knowing of it, push by push."""
+    return _in_order([one.sends_s for one in recorded.learners])
 
 
 def _in_order(rows: Sequence[Floats]) -> Law:

@@ -26,7 +26,7 @@ from offbeat.policies import create
 from offbeat.predict.calibration import Calibration
 from offbeat.predict.calibration_match import check, of_another_machine
 from offbeat.predict.machines import Clock
-from offbeat.predict.recorded_run import MOSTLY, Recorded, filled, law_of, read_recorded, starts_of
+from offbeat.predict.recorded_run import MOSTLY, Recorded, filled, law_of, read_recorded, sends_of, starts_of
 from offbeat.predict.replay_advice import POINTS, advice_on, doubts_on, is_trusted
 from offbeat.predict.timelines import Update, untrained
 from offbeat.predict.virtual import prepare_task, reached_by, running_user_code, timeline_of, train_virtually
@@ -234,21 +234,24 @@ class Replay:
             reduce_s = ways.beside_s
             clock = Clock(cluster=cluster, bucket_bytes=None, reduce_s=lambda size: reduce_s, ends_of_epochs=True)
             return config, clock, ways
+        own = ways.is_recorded and not ways.foreign
         cluster = Cluster(
             learners=learners,
             law=self._law("computed"),
             seed=self.seed,
-            wires=Wires(size_bytes=0, latency_s=ways.beside_s / 2),
-            starts=self._law("ways") if ways.is_recorded else None,
+            wires=None if own else Wires(size_bytes=0, latency_s=ways.beside_s / 2),
+            starts=self._law("starts") if ways.is_recorded else None,
+            sends=self._law("sends") if own else None,
         )
         return config, Clock(cluster=cluster, ends_of_epochs=True), ways
 
     def _law(self, what: str) -> Law:
         if what not in self._laws:
             recorded = self.run.recorded
-            self._laws[what] = (
-                starts_of(recorded) if what == "ways" else law_of(recorded, seed=self.seed, ways=what == "with ways")
-            )
+            if what in ("starts", "sends"):
+                self._laws[what] = (starts_of if what == "starts" else sends_of)(recorded)
+            else:
+                self._laws[what] = law_of(recorded, seed=self.seed, ways=what == "with ways")
         return self._laws[what]
 
     def _communication(self, line: str) -> _Communication:

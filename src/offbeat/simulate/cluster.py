@@ -60,15 +60,18 @@ class Cluster:
     wires: Wires | None = None
     cores: Cores | None = None  # that all share: the law is then of delays beside the computing
     starts: Law | None = None  # from when a server's word is there until the minibatch begins, each its own
+    sends: Law | None = None  # from when a gradient is computed until the server knows of it, each its own
     samples: tuple[int, ...] = ()  # of each learner's minibatch, where they are not all 1
     ids: tuple[int, ...] = ()  # whose draws each learner takes, where it is not its own number
 
     def __post_init__(self) -> None:
         if self.learners < 1:
             raise RequestError(f"a cluster needs at least 1 learner; got {self.learners}")
-        if self.starts is not None and (self.cores is not None or (self.wires is not None and self.wires.size_bytes)):
+        measured = self.starts is not None or self.sends is not None
+        if measured and (self.cores is not None or (self.wires is not None and self.wires.size_bytes)):
             raise RequestError(
-                "the measured times in starts already include sending and shared cores; leave out wires and cores"
+                "the measured times in starts and sends already include sending and shared cores; leave out wires and "
+                "cores"
             )
         for name, values in (("speeds", self.speeds), ("samples", self.samples)):
             if len(values) > self.learners:
@@ -110,6 +113,10 @@ class Cluster:
     def begins(self) -> Draws | None:
         """What starting takes, where that was measured; a slow learner starts no slower."""
         return None if self.starts is None else Draws(self.starts, self.learners, self.seed, ids=self.ids)
+
+    def arrives(self) -> Draws | None:
+        """What sending takes, where that was measured."""
+        return None if self.sends is None else Draws(self.sends, self.learners, self.seed, ids=self.ids)
 
     def works(self) -> Draws | None:
         """What is to be computed, where learners share cores; a slow learner has no more of it, and sleeps instead."""

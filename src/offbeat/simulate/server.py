@@ -148,13 +148,14 @@ class Simulation:
         self.latency_s, self.size_bytes = self.wires.latency_s, self.wires.size_bytes
         self.push_bytes = self.wires.push_bytes or self.rule.push_bytes(self.size_bytes)
         self.fetch_bytes = self.wires.fetch_bytes or self.rule.fetch_bytes(self.size_bytes)
-        self.starts = cluster.begins()
+        self.starts, self.sends = cluster.begins(), cluster.arrives()
         self.works = cluster.works()
         self.cores = cluster.cores or Cores(count=1, law=cluster.law)
         self.scheduler = CoreScheduler(self.cores.count)
         self.cores_turn = 0
         self.jobs = [-1] * count  # computing on shared cores
-        self.instant = not self.size_bytes and not self.latency_s and self.works is None and self.starts is None
+        beside = (self.works, self.starts, self.sends)
+        self.instant = not self.size_bytes and not self.latency_s and all(one is None for one in beside)
         self.free = self.rule.fetch_every > 0  # learners push and fetch beside computing, and never wait
         self.overlaps = self.rule.overlaps  # learners compute on, up to so many minibatches, until they are answered
         self.ahead = [-1] * count  # so many since a push that is not answered, or whose answer is not taken; -1: none
@@ -313,7 +314,8 @@ class Simulation:
         elif self.works is not None:
             self._hand_in(learner, number)
         else:
-            self._plan(self.now + self.latency_s, ARRIVE, learner, number)
+            send_s = 0.0 if self.sends is None else self.sends.take(learner)
+            self._plan(self.now + self.latency_s + send_s, ARRIVE, learner, number)
 
     def _hand_in(self, learner: int, number: int) -> None:
         """What a gradient costs on the cores, on its way to the policy."""

@@ -46,7 +46,7 @@ class Pace:
             self._set(self.piece_bytes // 2)
 
 
-class _Part(NamedTuple):
+class _Extent(NamedTuple):
     """Bytes of a region, wherever they are in memory here."""
 
     offset: int
@@ -62,9 +62,9 @@ class _Write:
     """Bytes of a region that are to be sent: parts that lie side by side in it, in order."""
 
     header: Header  # without its offset and size
-    parts: deque[_Part]
+    parts: deque[_Extent]
 
-    def take(self, new: _Part) -> bool:
+    def take(self, new: _Extent) -> bool:
         """Whether this is sent with it: beside the others, or in place of those that it covers."""
         if new.end == self.parts[0].offset:
             self.parts.appendleft(new)
@@ -90,7 +90,7 @@ class _Write:
             found.append(data[:taken])
             size += taken
             if taken < len(data):
-                self.parts.appendleft(_Part(at + taken, data[taken:]))
+                self.parts.appendleft(_Extent(at + taken, data[taken:]))
         return self.header._replace(size=size, offset=offset), found
 
 
@@ -104,7 +104,7 @@ class Outgoing:
 
     def write(self, header: Header, data: memoryview) -> None:
         """These bytes, as they are when they are sent."""
-        what, part = header._replace(size=0, offset=0), _Part(header.offset, data)
+        what, part = header._replace(size=0, offset=0), _Extent(header.offset, data)
         with self._changed:
             last = self._queue[-1] if self._queue else None
             if not (isinstance(last, _Write) and last.header == what and last.take(part)):
