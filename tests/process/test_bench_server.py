@@ -10,19 +10,23 @@ import os
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lab.fixture import why_no_lab
 from offbeat.cli import main
 from offbeat.commands import base
 from offbeat.commands import bench as command
 from offbeat.errors import OffbeatError, RequestError
+from offbeat.lab.network import payload_rate
 from offbeat.measure import policies_bench, server_bench
 from offbeat.measure.benchmark import BenchResult
 from offbeat.measure.harness import program, supervise
 from offbeat.measure.policies_bench import Steady, policies_result, policy_row, steady
+from offbeat.measure.rank_bench import LabRequest
 from offbeat.measure.server_bench import server_result
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.supervisor import ServerPlan
@@ -118,6 +122,38 @@ def test_the_prediction_is_that_of_the_closed_form() -> None:
         ):
             assert found.seconds_per_update == pytest.approx(seconds, rel=0.05)
             assert found.staleness_mean == pytest.approx(staleness, rel=0.05)
+
+
+def test_on_the_hosts_of_a_lab_the_prediction_has_their_links() -> None:
+    lab = LabRequest.parse("2x1,100Mbit/s")
+    request = policies_bench.PoliciesRequest(
+        lines=("full-sync",), laws=("constant:0.1",), learners=2, lab=lab, parameters=250_000
+    )
+    found = policies_bench.predict(request, "constant:0.1", "full-sync", 50)
+    way_s = 1e6 / payload_rate(100e6 / 8)
+    assert found.seconds_per_update == pytest.approx(0.1 + 2 * way_s, rel=0.01)
+    free = replace(request, lab=LabRequest.parse("2x1"))
+    assert policies_bench.predict(free, "constant:0.1", "full-sync", 50).seconds_per_update == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("shape", "learners"), [("1x2,1Gbit/s", 2), ("2x2,1Gbit/s", 2)])
+def test_a_lab_needs_hosts_and_all_learners_on_them(shape: str, learners: int) -> None:
+    with pytest.raises(RequestError, match="needs 2 or more hosts"):
+        policies_bench.PoliciesRequest(learners=learners, lab=LabRequest.parse(shape))
+
+
+@pytest.mark.skipif(not os.environ.get("OFFBEAT_MATRIX"), reason="takes long: make test-matrix")
+def test_bench_policies_runs_on_the_hosts_of_a_lab(monkeypatch: pytest.MonkeyPatch) -> None:
+    if reason := why_no_lab():
+        pytest.skip(reason)
+    monkeypatch.setenv("MARK", "bench-policies-lab-test")
+    line = "bench policies async --lab 2x1,200Mbit/s --slow constant:0.05 --updates 30 --parameters 100k --json"
+    found = run_json(line)
+    (row,) = found["rows"]
+    assert (found["learners"], found["parameters"], found["lab"]) == (2, 100_000, "200 Mbit/s each way")
+    both = [row[name]["seconds_per_update"] for name in ("measured", "predicted")]
+    assert 0.025 < both[1] < 0.05 and both[0] > 0.8 * both[1]
+    assert family("MARK=bench-policies-lab-test") == []
 
 
 def test_nothing_against_nothing_is_equal_and_something_is_not() -> None:

@@ -79,6 +79,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "slow": None,
         "updates": None,
         "seed": 0,
+        "parameters": None,
+        "lab": None,
         "timeout": _TIMEOUT_S,
     },
     "server": {
@@ -258,16 +260,20 @@ def _one_number_of_learners(options: argparse.Namespace) -> int:
 
 
 def _measure_policies(options: argparse.Namespace) -> Measurement:
-    from offbeat.measure import policies_bench
+    from offbeat.measure import policies_bench, rank_bench
 
+    lab = None if options.lab is None else rank_bench.LabRequest.parse(options.lab)
+    usual = policies_bench.PARAMETERS if lab is None else policies_bench.LAB_PARAMETERS
     request = policies_bench.PoliciesRequest(
         lines=tuple(options.lines) or policies_bench.LINES,
         laws=tuple(options.slow or policies_bench.LAWS),
-        learners=_one_number_of_learners(options),
+        learners=_one_number_of_learners(options) if lab is None else lab.ranks,
         servers=options.servers,
         updates=options.updates,
         seed=options.seed,
         timeout_s=options.timeout,
+        lab=lab,
+        parameters=options.parameters or usual,
     )
     return lambda progress: policies_bench.measure(request, progress)
 
@@ -543,7 +549,10 @@ _OPTIONS = (
         help="policies: updates per run (default: about 10 s of updates)",
     ),
     option("--seed", type=int, metavar="N", help="seed; with several training runs, that of the first one (default 0)"),
-    option("--parameters", read=_number, metavar="N", help="server, codecs: parameters of the model (default 25.6M)"),
+    option(
+        "--parameters", read=_number, metavar="N",
+        help="server, codecs: parameters of the model (default 25.6M); policies: default 9, with --lab 250k",
+    ),
     option(
         "--tensors", read=parse_count, metavar="N",
         help="server: tensors of the model, 161 as in ResNet-50 (default) or 1",
@@ -564,7 +573,7 @@ _OPTIONS = (
     option("--sizes", read=_sizes, metavar="SIZES", help="tensor sizes of all-reduces (default 64KiB,4MiB,100MB)"),
     option(
         "--lab", metavar="HOSTSxRANKS,RATE",
-        help="allreduce, codecs: run on 4 hosts of 2 ranks on this machine (see offbeat lab): 4x2,1Gbit/s; "
+        help="allreduce, codecs, policies: run on 4 hosts of 2 ranks on this machine (see offbeat lab): 4x2,1Gbit/s; "
         "predictions: predict and measure all-reduces there instead of training runs",
     ),
     option("--batch", read=parse_count, metavar="N", help="ddp: samples per minibatch (default 64)"),

@@ -1,7 +1,7 @@
 """The learner's program of `offbeat bench server` and `offbeat bench policies`.
 
     python -m offbeat.measure.bench_learner '{"do": "push", "sizes": [1000, 24], "seconds": 3, "warm_up": 5}'
-    python -m offbeat.measure.bench_learner '{"do": "train", "updates": 100}'
+    python -m offbeat.measure.bench_learner '{"do": "train", "updates": 100, "parameters": 9}'
 
 The last line on standard output is what it found, as JSON.
 """
@@ -87,15 +87,13 @@ def _copy(items: int) -> float:
 def train(request: Request) -> Answer:
     """A model so light that the slowness on purpose is all its time, until its weights have the version asked for."""
     learner = join()
-    torch.manual_seed(0)
-    model = nn.Linear(8, 1)
+    model = Model([request["parameters"]])
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     learner.prepare(model, optimizer)
-    inputs = torch.ones(4, 8)
     while learner.version < request["updates"]:
         with learner.minibatch():
             optimizer.zero_grad()
-            model(inputs).sum().backward()
+            model.all[0].sum().backward()
             optimizer.step()
     return {"version": learner.version}
 

@@ -20,7 +20,9 @@ from offbeat.errors import OffbeatError, RequestError
 from offbeat.machine import machine_facts
 from offbeat.measure.benchmark import BenchResult, Progress, check_distinct, check_least, check_processes
 from offbeat.measure.harness import environment, program, supervise
-from offbeat.number_format import format_change
+from offbeat.measure.policies_lab import ITEM_BYTES, run_on_hosts, wires_of
+from offbeat.measure.rank_bench import LabRequest
+from offbeat.number_format import format_change, format_size
 from offbeat.policies import Pushed, create
 from offbeat.policies.replay import read_decision
 from offbeat.processes.signals import terminable
@@ -37,6 +39,7 @@ from offbeat.strategy import ALL_REDUCE, family_of
 LINES = ("full-sync", "k-sync:2", "k-batch-sync:2", "async", "k-async:2", "k-batch-async:2")
 LAWS = ("exp:0.1", "shifted-exp:0.05,0.05")
 WITHIN = 0.1  # of the prediction
+PARAMETERS, LAB_PARAMETERS = 9, 250_000  # of the model: on the hosts of a lab, messages take time
 ROW_S = 10.0  # of a run, where the number of updates is not given
 MANY = 20_000  # updates of the second opinion
 _FEWEST = 20  # updates of a run
@@ -48,7 +51,7 @@ DEFINITIONS: Mapping[str, str] = {
     "applied to; mean over all gradients applied in these updates",
     "measured": "real processes, including their own computation, messages and scheduling delays",
     "predicted": "simulated with the same random delays over the same updates; a minibatch takes only its delay, "
-    "and messages take no time",
+    "and messages take no time, or on the hosts of a lab what the bandwidths of their links allow",
     "long_run": f"simulated over {MANY} updates, so that chance matters less than in the other columns",
     "difference": "measured / predicted - 1",
 }  # fmt: skip
@@ -91,8 +94,12 @@ class PoliciesRequest:
     updates: int | None = None  # None: as many as take about ROW_S, by the prediction
     seed: int = 0
     timeout_s: float = 120.0  # of a run, beyond what is predicted
+    lab: LabRequest | None = None
+    parameters: int = PARAMETERS
 
     def __post_init__(self) -> None:
+        if self.lab is not None and (self.lab.network.hosts < 2 or self.lab.ranks != self.learners):
+            raise RequestError(f"bench policies --lab: needs 2 or more hosts, and {self.learners} learners on them")
         check_processes("--learners and --servers", (self.learners, self.servers))
         check_distinct("policies", self.lines, "strategy")
         check_distinct("--slow", self.laws, "law")
@@ -161,14 +168,14 @@ def steady(decisions: Iterable[Mapping[str, Any]], updates: int) -> Steady:
 def measure(request: PoliciesRequest, progress: Progress) -> BenchResult:
     """All policies under all laws, one after the other."""
     machine = machine_facts()
-    rows = []
+    rows: list[Row] = []
     with terminable(), tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder:
         for law, line in product(request.laws, request.lines):
             progress(f"{line} with {law}")
             long_run = predict_long_run(request, law, line)
             updates = request.updates or max(_FEWEST, round(ROW_S / long_run.seconds_per_update))
             predicted = predict(request, law, line, updates)
-            log = Path(folder) / "run.jsonl"
+            log = Path(folder) / f"{len(rows)}.jsonl"
             run(request, law, line, updates, log, request.timeout_s + 2 * predicted.seconds)
             measured = steady(read_log(log).decisions, updates)
             rows.append(policy_row(law, line, updates, measured, predicted, long_run))
@@ -204,13 +211,15 @@ def policies_result(request: PoliciesRequest, machine: Mapping[str, Any], rows: 
             "learners": request.learners,
             "servers": request.servers,
             "seed": request.seed,
+            "lab": None if request.lab is None else request.lab.links(),
+            "parameters": request.parameters,
             "within": WITHIN,
             "machine": dict(machine),
             "rows": list(rows),
             "summary": verdict,
             "definitions": dict(DEFINITIONS),
         },
-        heading=f"real runs compared with the simulator, {count_of(request.learners, 'learner')}, "
+        heading=f"real runs compared with the simulator, {_described(request)}, "
         "the learners compute nothing and only wait for their delays",
         tables=((FIELDS, rows),),
         verdict=(verdict,),
@@ -219,6 +228,14 @@ def policies_result(request: PoliciesRequest, machine: Mapping[str, Any], rows: 
             for label in ("ms", "staleness", "measured", "predicted", "long run")
         ],
     )
+
+
+def _described(request: PoliciesRequest) -> str:
+    learners = count_of(request.learners, "learner")
+    if request.lab is None:
+        return learners
+    size = format_size(ITEM_BYTES * request.parameters)
+    return f"{learners} on {request.lab.network.hosts} hosts of a lab ({request.lab.links()}), gradients of {size}"
 
 
 def predict(request: PoliciesRequest, law: str, line: str, updates: int) -> Steady:
@@ -235,14 +252,25 @@ def predict_long_run(request: PoliciesRequest, law: str, line: str) -> Steady:
 
 
 def _cluster(request: PoliciesRequest, law: str) -> Cluster:
-    return Cluster(learners=request.learners, law=parse_law(law), seed=request.seed)
+    wires = None
+    if request.lab is not None:
+        wires = wires_of(request.lab, request.servers, request.parameters)
+    return Cluster(learners=request.learners, law=parse_law(law), seed=request.seed, wires=wires)
 
 
 def run(request: PoliciesRequest, law: str, line: str, updates: int, log: Path, timeout_s: float) -> None:
     """Real learners, until so many updates are made; the log is left."""
+    if request.lab is not None:
+        run_on_hosts(
+            request.lab, line, law, servers=request.servers, seed=request.seed, parameters=request.parameters,
+            updates=updates, log=log, timeout_s=timeout_s,
+        )  # fmt: skip
+        return
     plan = ServerPlan(
         setting=RunSetting(line=line, learners=request.learners, shards=request.servers),
-        command=program("bench_learner", json.dumps({"do": "train", "updates": updates})),
+        command=program(
+            "bench_learner", json.dumps({"do": "train", "updates": updates, "parameters": request.parameters})
+        ),
         environment=environment({"OFFBEAT_SYNC": line, "OFFBEAT_SEED": str(request.seed), "OFFBEAT_SLOW": law}),
         seed=request.seed,
         log=log,

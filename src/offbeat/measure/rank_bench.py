@@ -73,6 +73,7 @@ _LONG_S = 2.0  # an iteration that takes longer is a round of its own, and is wa
 _ROUND_S = 0.2
 _DDP_ROUND_S = 0.3
 _LAB_PORT = 29500  # of the store, on the first host of a lab
+_FREE = 1e15  # bytes a second where no time is taken
 _CLOSE = 1e-3  # of parameters that were summed in another order
 
 DEFINITIONS: Mapping[str, str] = {
@@ -189,19 +190,20 @@ class LabRequest:
 
     def price_ms(self, line: str, size_bytes: int) -> float | None:
         """What a schedule costs where only the links between hosts take time; None where they are not shaped."""
-        rates = self.network.bandwidths
-        if None in rates:
+        if None in self.network.bandwidths:
             return None
-        free = Link(0.0, 1e15)
-        links: dict[Edge, Link] = {}
-        for rank in range(self.ranks):
-            host = f"host {self.host_of(rank)}"
-            links[rank, host] = links[host, rank] = free
-        for number, rate in enumerate(rates):
-            port = Link(0.0, payload_rate(rate or 1.0))
-            links[f"host {number}", "network"] = links["network", f"host {number}"] = port
-        machines = Topology(name="lab", ranks=self.ranks, links=links)
+        machines = self.topology([self.host_of(rank) for rank in range(self.ranks)])
         return 1e3 * schedules.price(schedules.build(line, ranks=self.ranks), machines, size_bytes).seconds
+
+    def topology(self, placement: Sequence[int]) -> Topology:
+        """Rank r is on host `placement[r]`. Only links with a bandwidth take time."""
+        links: dict[Edge, Link] = {}
+        for rank, number in enumerate(placement):
+            links[rank, f"host {number}"] = links[f"host {number}", rank] = Link(0.0, _FREE)
+        for number, rate in enumerate(self.network.bandwidths):
+            port = Link(0.0, _FREE if rate is None else payload_rate(rate))
+            links[f"host {number}", "network"] = links["network", f"host {number}"] = port
+        return Topology(name="lab", ranks=len(placement), links=links)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
