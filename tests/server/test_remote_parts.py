@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -31,6 +32,7 @@ from offbeat.server.remote.outgoing import LEAST_BYTES, Outgoing, Pace
 from offbeat.server.remote.remote_arena import RemoteArena
 from offbeat.server.remote.road_process import HeartbeatLimit, RoadOptions, RoadProcess
 from offbeat.server.run_setting import RunSetting
+from offbeat.server.wire import Push, decode_input, encode
 
 SLOT = memoryview(bytes(range(256)) * 16384)  # 4 MiB
 MESSAGE = Header(Kind.MESSAGE, size=4)
@@ -198,6 +200,24 @@ def test_a_learner_that_asks_and_asks_and_does_not_read_is_refused(road: tuple[R
 def test_a_part_of_a_pause_that_is_to_come_is_refused(road: tuple[RoadProcess, socket.socket]) -> None:
     with pytest.raises(FrameError, match="a pause that it was not called to"):
         road[0]._take_part(Header(Kind.PART, which=1, number=2**63))
+
+
+def test_a_minibatch_of_a_clock_that_is_ahead_ends_now_and_is_as_long_as_it_was(
+    road: tuple[RoadProcess, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, _ = road
+    process.start_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: 110.0)
+
+    def told(began_s: float, ended_s: float) -> tuple[float, float]:
+        push = Push(0, 1, 1, 0, began_s=began_s, ended_s=ended_s)
+        message = decode_input(process._timely(push, encode(push)))
+        assert isinstance(message, Push)
+        return message.began_s, message.ended_s
+
+    assert told(9.0, 9.5) == (9.0, 9.5)
+    assert told(10.25, 10.5) == (9.75, 10.0)
+    assert told(0.0, 12.0) == (0.0, 10.0)
 
 
 # --- the learner's memory ---------------------------------------------------------------------------------------------

@@ -340,11 +340,12 @@ class RoadProcess:
                 self._coder.decode(self._coded[SEED_BYTES:], self.arena.slots[slot])
 
     def _timely(self, message: INPUT, data: bytes) -> bytes:
-        """A learner's clock may run faster than ours: nothing has ended later than now."""
+        """A learner's clock may be ahead of ours: nothing has ended later than now, and it took as long as it did."""
         now_s = time.monotonic() - self.start_s
         if not isinstance(message, Push | Stop) or message.ended_s <= now_s:
             return data
-        return encode(structs.replace(message, began_s=min(message.began_s, now_s), ended_s=now_s))
+        began_s = max(0.0, now_s - (message.ended_s - message.began_s))
+        return encode(structs.replace(message, began_s=began_s, ended_s=now_s))
 
     # --- to the learner ---------------------------------------------------------------------------------------------
 
