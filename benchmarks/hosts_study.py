@@ -114,7 +114,10 @@ class Study(NamedTuple):
         if not self.results.is_file():
             return []
         rows = [json.loads(row) for row in self.results.read_text(encoding="utf-8").splitlines()]
-        return [Result(**row["result"]) for row in rows if (row["images"], row["target"]) == self.label()]
+        mine = [row["result"] for row in rows if (row["images"], row["target"]) == self.label()]
+        # Results of an earlier form of this study are taken, too, if they have all that is needed.
+        whole = [result for result in mine if result.get("points")]
+        return [Result(**{name: result[name] for name in Result._fields}) for result in whole]
 
     def label(self) -> tuple[int, float]:
         return self.images[0], self.target

@@ -21,6 +21,7 @@ from offbeat.server.remote.frames import (
     Header,
     Kind,
     Region,
+    Silence,
     Words,
     unpack,
     unpack_greeting,
@@ -92,3 +93,29 @@ def test_random_bytes_are_no_greeting(data: bytes) -> None:
 def test_a_learner_that_sends_what_it_likes_changes_its_own_slot_only() -> None:
     ends = fuzz(3_000, seed=5)  # more: python -m server.remote_fuzz
     assert ends["taken"] > 300 and ends["refused"] > 300
+
+
+# --- bytes that were lost ---------------------------------------------------------------------------------------------
+
+CONTROL, DATA = Channel.UP_CONTROL, Channel.UP_DATA
+
+
+def test_a_connection_that_is_silent_while_the_other_is_heard_has_lost_something() -> None:
+    silence = Silence(CONTROL, DATA, 0.0)
+    for tenth in range(1, 99):
+        silence.heard(CONTROL, tenth / 10)
+    silence.heard(DATA, 9.9)
+    for tenth in range(100, 199):
+        silence.heard(CONTROL, tenth / 10)
+    with pytest.raises(FrameError, match="nothing whole has come on UP_DATA for 10 s"):
+        silence.heard(CONTROL, 20.0)
+
+
+def test_time_in_which_nothing_is_heard_is_no_silence_of_one() -> None:
+    silence = Silence(CONTROL, DATA, 0.0)
+    for stop in range(9):  # the other end stops, or this one, for a minute each
+        silence.heard(CONTROL, 60.0 * stop + 60.0)
+    for _ in range(100):  # what has come meanwhile is read at once
+        silence.heard(CONTROL, 540.1)
+    silence.heard(DATA, 540.2)
+    silence.heard(CONTROL, 541.0)

@@ -29,7 +29,7 @@ from offbeat.server.remote.frames import (
 )
 from offbeat.server.remote.gateway import KEPT_S, Places
 from offbeat.server.remote.outgoing import LEAST_BYTES, Outgoing, Pace
-from offbeat.server.remote.remote_arena import RemoteArena
+from offbeat.server.remote.remote_arena import LARGE_BYTES, RemoteArena
 from offbeat.server.remote.road_process import HeartbeatLimit, RoadOptions, RoadProcess
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.wire import Push, decode_input, encode
@@ -97,6 +97,24 @@ def test_a_layer_that_was_partly_sent_is_sent_again_when_it_is_written_again() -
     again = out.next(0)
     assert again is not None and (again[0].offset, b"".join(again[1])) == (0, b"n" * 100)
     assert out.next(0) is None
+
+
+def test_gradients_of_an_earlier_minibatch_are_let_go_when_those_of_the_next_come() -> None:
+    out = Outgoing()
+    out.write(write(0, 100, minibatch=4), SLOT[:100])
+    out.add(MESSAGE, b"push")
+    out.write(write(0, 50, minibatch=5), SLOT[:50])
+    out.write(write(100, 150, minibatch=5), SLOT[:50])
+    assert sent(out) == [(Kind.MESSAGE, 0, 4), (Kind.WRITE, 0, 50), (Kind.WRITE, 100, 50)]
+
+
+def test_ten_thousand_layers_that_are_written_again_and_again_are_taken_at_once() -> None:
+    out, count, began_s = Outgoing(), 10_000, time.monotonic()
+    for _ in range(5):
+        for start in range(count):
+            out.write(write(4 * start, 4 * start + 4), SLOT[:4])
+    assert time.monotonic() - began_s < 10.0  # 0.3 s; with a look at all for each it was minutes
+    assert sum(size for _, _, size in sent(out)) == 4 * count
 
 
 def test_a_frame_has_no_more_parts_than_the_kernel_takes_at_once() -> None:
@@ -223,9 +241,9 @@ def test_a_minibatch_of_a_clock_that_is_ahead_ends_now_and_is_as_long_as_it_was(
 # --- the learner's memory ---------------------------------------------------------------------------------------------
 
 
-def arena_of(line: str = "async") -> RemoteArena:
+def arena_of(line: str = "async", sizes: tuple[int, int] = (6, 10)) -> RemoteArena:
     table = ParameterLayout(
-        sizes=(6, 10),
+        sizes=sizes,
         groups=(0, 0),
         extra=3,
         dtype="float32",
@@ -269,20 +287,29 @@ def test_filling_a_layer_sends_it_as_a_part_of_its_minibatch() -> None:
     assert arena.slots[0].tolist() == [0.0] * 6 + [1.0] * 10
 
 
-def test_a_gradient_that_stays_is_sent_from_where_it_is_if_it_is_as_it_travels() -> None:
-    arena, uplink = arena_of(), Kept()
+def test_a_large_gradient_that_stays_is_sent_from_where_it_is_if_it_is_as_it_travels() -> None:
+    items = LARGE_BYTES // 4
+    arena, uplink = arena_of(sizes=(6, items)), Kept()
     arena.connected(uplink)
     arena.minibatch_begun(stamp(2, 9), 0)
-    gradient = torch.arange(10.0)
-    assert arena.fill(2, 1, gradient, stays=True) == 285.0
-    copied = gradient.to(torch.float64), gradient.view(5, 2).t(), gradient
-    for one, stays in zip(copied, (True, True, False), strict=True):
+    gradient = torch.ones(items)
+    assert arena.fill(2, 1, gradient, stays=True) == items
+    copied = gradient.double(), torch.ones(2 * items)[::2], -torch._neg_view(gradient), gradient
+    for one, stays in zip(copied, (True, True, True, False), strict=True):
         arena.fill(2, 1, one, stays=stays)
     gradient[0] = 7.0  # what is sent is what is there by then
-    values = [torch.frombuffer(data, dtype=torch.float32).tolist() for data in uplink.sent]
-    assert uplink.writes == [Header(Kind.WRITE, Region.GRADIENT, 0, 40, stamp(2, 9), 24)] * 4
-    assert values[0] == [7.0, *range(1, 10)]
-    assert values[1] == values[2] == values[3] == [0.0, *range(1, 10)]  # the slot, as it was filled last
+    values = [torch.frombuffer(data, dtype=torch.float32)[0].item() for data in uplink.sent]
+    assert uplink.writes == [Header(Kind.WRITE, Region.GRADIENT, 0, LARGE_BYTES, stamp(2, 9), 24)] * 5
+    assert values == [7.0, 1.0, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_gradient_of_one_number_may_have_any_stride(stays: bool) -> None:
+    arena, uplink = arena_of(sizes=(1, 9)), Kept()
+    arena.connected(uplink)
+    for number, one in enumerate((torch.ones(1).expand(1), torch.ones(2)[::2], torch._neg_view(-torch.ones(1)))):
+        assert arena.fill(0, 0, one, stays=stays) == 1.0
+        assert bytes(uplink.sent[number]) == torch.ones(1).numpy().tobytes()
 
 
 def test_with_a_codec_only_the_payload_is_sent_and_it_has_the_size_that_is_priced() -> None:

@@ -263,11 +263,14 @@ def _measure_policies(options: argparse.Namespace) -> Measurement:
     from offbeat.measure import policies_bench, rank_bench
 
     lab = None if options.lab is None else rank_bench.LabRequest.parse(options.lab)
+    usual_learners = _DEFAULTS["policies"]["learners"]
     usual = policies_bench.PARAMETERS if lab is None else policies_bench.LAB_PARAMETERS
     request = policies_bench.PoliciesRequest(
         lines=tuple(options.lines) or policies_bench.LINES,
         laws=tuple(options.slow or policies_bench.LAWS),
-        learners=_one_number_of_learners(options) if lab is None else lab.ranks,
+        learners=lab.ranks
+        if lab is not None and options.learners == usual_learners
+        else _one_number_of_learners(options),
         servers=options.servers,
         updates=options.updates,
         seed=options.seed,

@@ -39,12 +39,13 @@ def push(request: Request) -> Answer:
     """
     learner = join()
     assert isinstance(learner, ServedLearner)
-    model = Model(request["sizes"])
+    device = request.get("device", "cpu")
+    model = Model(request["sizes"]).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     learner.prepare(model, optimizer, in_place=request["in_place"])
     chance = torch.Generator().manual_seed(0)
     for parameter in model.all:
-        parameter.grad = torch.randn(parameter.shape, generator=chance)
+        parameter.grad = torch.randn(parameter.shape, generator=chance).to(device)
 
     def cycle() -> None:
         with learner.minibatch():

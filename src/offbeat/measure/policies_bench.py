@@ -98,8 +98,12 @@ class PoliciesRequest:
     parameters: int = PARAMETERS
 
     def __post_init__(self) -> None:
-        if self.lab is not None and (self.lab.network.hosts < 2 or self.lab.ranks != self.learners):
-            raise RequestError(f"bench policies --lab: needs 2 or more hosts, and {self.learners} learners on them")
+        if self.lab is not None and self.lab.network.hosts < 2:
+            raise RequestError("bench policies --lab: needs 2 or more hosts, like 4x1,100Mbit/s")
+        if self.lab is not None and self.lab.ranks != self.learners:
+            raise RequestError(
+                f"bench: --learners {self.learners} contradicts --lab, which has {self.lab.ranks}; remove one"
+            )
         check_processes("--learners and --servers", (self.learners, self.servers))
         check_distinct("policies", self.lines, "strategy")
         check_distinct("--slow", self.laws, "law")

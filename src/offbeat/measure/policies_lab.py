@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from offbeat.errors import OffbeatError
@@ -27,8 +28,6 @@ ITEM_BYTES = 4  # float32
 _PORT = 7000
 _JOIN_S = 60.0
 _LOOK_S = 0.05
-# What is too early is tried again. The words of a host follow it as they are.
-_AGAIN = 'n=0; until "$@"; do n=$((n+1)); [ $n -lt 200 ] || exit 1; sleep 0.2; done'
 
 
 def wires_of(lab: LabRequest, servers: int, parameters: int) -> Wires:
@@ -57,9 +56,7 @@ def run_on_hosts(
         started = [hosts.start(0, [*run, *script], environment=own)]
         for host in range(1, lab.network.hosts):
             join = [*offbeat, "work", "--join", address, "--learners", str(lab.ranks_each), *script]
-            process = hosts.start(host, ["sh", "-c", _AGAIN, "sh", *join], environment=own)
-            started.append(process)
-            _wait_until_joined(process, host, started[0])
+            started.append(_join(partial(hosts.start, host, join, environment=own), host, started[0]))
         for host, process in enumerate(started):
             try:
                 code = process.wait(timeout_s=max(1.0, end_s - time.monotonic()))
@@ -69,12 +66,19 @@ def run_on_hosts(
                 raise OffbeatError(f"bench: host {host} ended with exit code {code}: {_last_line(process.output)}")
 
 
-def _wait_until_joined(process: HostProcess, host: int, run: HostProcess) -> None:
+def _join(start: Callable[[], HostProcess], host: int, run: HostProcess) -> HostProcess:
+    """Started again where it was too early, until its learners are in the run."""
     end_s = time.monotonic() + _JOIN_S
+    process = start()
     while "joined" not in process.output:
-        if time.monotonic() > end_s or _has_ended(run):
-            raise OffbeatError(f"bench: host {host} did not join: {_last_line(run.output or process.output)}")
+        if _has_ended(run):
+            raise OffbeatError(f"bench: the run ended before host {host} joined: {_last_line(run.output)}")
+        if time.monotonic() > end_s:
+            raise OffbeatError(f"bench: host {host} did not join: {_last_line(process.output)}")
+        if _has_ended(process) and "joined" not in process.output:
+            process = start()
         time.sleep(_LOOK_S)
+    return process
 
 
 def _has_ended(process: HostProcess) -> bool:

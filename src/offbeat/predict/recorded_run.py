@@ -19,6 +19,8 @@ Laws. Evaluations are no part of a training's time, and what straddles one is le
 barrier) is not on a way: the way back begins when the policy, or the last learner, lets go. The same log gives the same
 numbers.
 
+A gradient whose sending was cancelled says nothing of how long that would have taken.
+
 What it must not know: torch, configurations, and which strategies a replay asks for.
 """
 
@@ -56,7 +58,7 @@ class Computed:
     seconds: Floats
     cancelled: tuple[bool, ...]
     starts_s: Floats  # what followed each word to begin: more than minibatches, where a word came when samples were out
-    sends_s: Floats  # what each of its pushes took until the server knew of it; none of an all-reduce
+    sends_s: Floats  # what each of its pushes took until the server knew of it; none where none was known of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -134,7 +136,7 @@ def read_recorded(log: RunLog) -> Recorded:
                 parts,
                 starts.get(learner),
                 typical_s,
-                () if reduces else sends.get(learner, (there_s,)),
+                sends.get(learner, ()),
             )
             for learner in sorted(own)
         ),
@@ -353,7 +355,7 @@ def starts_of(recorded: Recorded) -> Law:
 
 def sends_of(recorded: Recorded) -> Law:
     """What came between the end of a gradient's computing and the server's knowing of it, push by push."""
-    return _in_order([one.sends_s for one in recorded.learners])
+    return _in_order([one.sends_s if len(one.sends_s) else np.array([recorded.there_s]) for one in recorded.learners])
 
 
 def _in_order(rows: Sequence[Floats]) -> Law:

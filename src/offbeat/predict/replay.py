@@ -310,6 +310,12 @@ def notes_of(run: FinishedRun, learners: int = 0) -> list[str]:
             notes.append(
                 f"most minibatches of {format_learners(mostly)} were cancelled, so their full times are uncertain"
             )
+    unsent = [number for number, one in zip(recorded.numbers, recorded.learners, strict=True) if not len(one.sends_s)]
+    if unsent and not recorded.reduces:
+        notes.append(
+            f"no gradient of {format_learners(unsent)} reached the server, so sending is assumed to take as long as "
+            "for the others; on a slower link it takes longer"
+        )
     rule = None if recorded.reduces else create(run.config.sync, expect=run.config.learners).rule
     if rule is not None and rule.push_every > 1:
         notes.append("minibatches that were pushed together are assumed to have taken equal times")

@@ -24,6 +24,7 @@ from offbeat.errors import RequestError
 from offbeat.policies.memory import STATE_COPIES
 from offbeat.server import sparse_rows
 from offbeat.server.changed_rows import KEPT, ChangedRows, entry_items
+from offbeat.server.device_copies import DeviceCopies, pin
 from offbeat.server.parameter_layout import (
     DTYPES,
     ModelTensors,
@@ -130,6 +131,7 @@ class Arena:
             for each in layout.rows
         ]
         self.segment = segment
+        self.copies = DeviceCopies()
         # Of each shard, by parameter: which rows of it the last versions have changed.
         self.changed = [{one: self._changed_rows(one, at) for one, at in each.items()} for each in layout.changed]
         self._model_has: _ModelWeights | None = None  # where only rows of it may be fetched
@@ -193,8 +195,9 @@ class Arena:
         """Weights as a learner gets them, in place: the same here as on another host."""
         return weights if self.down is None else self.down.encode(weights)
 
-    def fill(self, slot: int, index: int, gradient: Tensor, *, stays: bool = False) -> float:
-        """A parameter's gradient, into its place; its squared norm, which costs little while it is in the cache.
+    def fill(self, slot: int, index: int, gradient: Tensor, *, stays: bool = False) -> float | None:
+        """A parameter's gradient, into its place; its squared norm, which costs little while it is in the cache. None,
+        where it is copied from a GPU: it is there after `filled`.
 
         `stays`: nobody changes it until the push is answered or cancelled, or fills it again; so it may be sent as it
         is, without the copy.
@@ -204,6 +207,9 @@ class Arena:
         size, place = self.table.sizes[index], self.slots[slot]
         if size != place.numel():
             place = place[self.offsets[index] : self.offsets[index] + size]
+        if gradient.device.type == "cuda":
+            self.copies.start(place.view(gradient.shape), gradient)
+            return None
         if not gradient.is_contiguous():
             place.view(gradient.shape).copy_(gradient)
             return square_of(place)
@@ -211,6 +217,15 @@ class Arena:
         if size <= CHUNK:
             return square_of(place.copy_(flat))
         return sum((square_of(place[part].copy_(flat[part])) for part in _parts(size)), 0.0)
+
+    def filled(self) -> None:
+        """Until all that was filled is in its place."""
+        self.copies.finish()
+
+    def pin(self) -> None:
+        """Model and gradients are on a GPU: copies from and to this memory are not waited for one by one."""
+        segment = self.segment
+        pin(self, [(segment.address, segment.size_bytes)])
 
     def fill_rows(self, slot: int, pushed: sparse_rows.Rows) -> float:
         """Rows of a parameter's gradient, into their places; their squared norm."""

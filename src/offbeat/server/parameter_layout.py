@@ -133,8 +133,11 @@ def write_tensors(vector: Tensor, tensors: Sequence[Tensor]) -> None:
 @torch.no_grad()
 def copy_tensors(sources: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Each into its own; by one call for all, since for small ones the calls are what takes the time."""
+    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
     if tensors:
-        torch._foreach_copy_(tuple(tensors), tuple(sources))
+        torch._foreach_copy_(tuple(tensors), tuple(sources), non_blocking=bool(devices))
+    for device in devices:  # the sources are read by then, and may change
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _refuse(*faults: tuple[object, str]) -> None:

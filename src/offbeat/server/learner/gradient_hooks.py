@@ -170,6 +170,7 @@ class Hooks:
         Seen are other tensors in `.grad`, every change that torch counts, and every rescaling, counted or not
         (GradScaler.unscale_ is not counted). A change of *some elements* by way of `.grad.data` or numpy leaves no
         trace: it is seen if the sink's `is_unchanged`, which is asked of all that seem to be as they were, sees it.
+        What was changed so and changed back before the step may have been sent to another host in between.
         """
         unused: list[int] = []
         same: dict[int, FilledGradient] = {}

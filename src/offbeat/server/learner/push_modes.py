@@ -26,6 +26,7 @@ from offbeat.errors import OffbeatError
 from offbeat.leases import Lease
 from offbeat.policies import LearnerRule
 from offbeat.server.arena import Pieces
+from offbeat.server.device_copies import are_finite
 from offbeat.server.learner.connection import Connection, ConnectionState
 from offbeat.server.learner.gradient_hooks import GradientSink
 from offbeat.server.parameter_layout import DTYPES, ModelTensors, views, write_tensors
@@ -70,6 +71,8 @@ class PushMode(GradientSink):
         self.leases: tuple[Lease, ...] = ()  # of what the loader has handed out since the last step
         self.leased_to = 0  # the incarnation that they belong to; 0: no leases
         self._start_s = connection.accepted.start_s
+        if any(parameter.device.type == "cuda" for parameter in tensors.trained):
+            self.arena.pin()
 
     def take_leases(self) -> tuple[int, ...]:
         """The numbers of the leases at hand, which are answered for now."""
@@ -167,6 +170,7 @@ class PushMode(GradientSink):
 
     def flush(self) -> None:
         """Push what was computed and not pushed."""
+        self.arena.filled()  # it may leave now, and others have the slot
 
     def push(
         self,
@@ -178,6 +182,7 @@ class PushMode(GradientSink):
         delay: int | None = None,
     ) -> None:
         """The slot is full: say so. What is not finite is not applied, so it is not coded either."""
+        self.arena.filled()
         finite = self.arena.is_finite(self.state.slot) if finite is None else finite
         if self.feedback is not None:
             absent = ()  # something that is left of an earlier gradient may be sent for them
@@ -214,6 +219,7 @@ class PushMode(GradientSink):
         self._stop(self._forget_computed())
 
     def _stop(self, leases: tuple[int, ...], began_s: float | None = None) -> None:
+        self.arena.filled()  # others may have the slot next
         if self.connection.is_cancelled():
             ended_s = time.monotonic()
             times = () if began_s is None else (began_s - self._start_s, ended_s - self._start_s)
@@ -232,9 +238,17 @@ class PushGradient(PushMode):
     ) -> None:
         super().__init__(connection, tensors, rule, local_step)
         self._squares = [0.0] * len(tensors.trained)  # of the norms of what is in the slot
+        self._copied: dict[int, Tensor] = {}  # gradients that are copied from a GPU, and not looked at yet
+
+    def begin(self) -> None:
+        self._copied.clear()
+        super().begin()
 
     def fill(self, index: int, gradient: Tensor) -> None:
-        self._squares[index] = self.arena.fill(self.state.slot, index, gradient, stays=True)
+        square = self.arena.fill(self.state.slot, index, gradient, stays=True)
+        self._squares[index] = square or 0.0
+        if square is None:
+            self._copied[index] = gradient
 
     def is_unchanged(self, index: int, gradient: Tensor) -> bool:
         """By its norm, as it was summed when it was filled. On a GPU it is not checked: that would take long."""
@@ -245,7 +259,9 @@ class PushGradient(PushMode):
         self.arena.clear(self.state.slot, absent)
         for index in absent:
             self._squares[index] = 0.0
-        self.push(report, absent=absent, finite=math.isfinite(sum(self._squares)))
+        copied, self._copied = self._copied, {}
+        finite = math.isfinite(sum(self._squares)) and are_finite(copied.values(), self.arena.slots[0].dtype)
+        self.push(report, absent=absent, finite=finite)
         self.take_go()
 
 

@@ -10,6 +10,10 @@ A learner has four connections, each used in one direction, so that what is urge
 A frame is a header of fixed size and at most `PIECE_BYTES` of payload. Where a payload goes is decided by the receiver:
 a header names a region and an offset, and the region's size is known from the parameter layout.
 
+A connection on which nothing else is sent carries a BEAT now and then. So bytes that were lost on the way, which leave
+the rest unreadable, are noticed: one connection is silent then while the other one of its direction is heard
+(`Silence`).
+
 Law: pack(unpack(x)) == x. A header that is not of this protocol, or whose payload is too large, is a `FrameError`.
 Nothing in a header sizes an allocation.
 """
@@ -23,8 +27,11 @@ from typing import NamedTuple
 from offbeat.errors import OffbeatError
 from offbeat.server.wire import MOST_BYTES
 
-PROTOCOL = 4
+PROTOCOL = 5
 PIECE_BYTES = 1024 * 1024
+IDLE_S = 0.5  # after which a BEAT is sent
+SILENT_S = 10.0  # of a connection, while the other one is heard: then bytes are missing
+_BEATS_APART_S = 1.0  # at most, as long as both ends are awake
 _HEADER = struct.Struct("<4sBBHIQQ")
 _MAGIC = b"obr1"
 HEADER_BYTES = _HEADER.size
@@ -114,9 +121,9 @@ _MOST_PAYLOAD = {
 # Which frames may come on a connection.
 ALLOWED = {
     Channel.UP_CONTROL: frozenset((Kind.MESSAGE, Kind.BEAT, Kind.READ)),
-    Channel.UP_DATA: frozenset((Kind.MESSAGE, Kind.WRITE, Kind.PART)),
-    Channel.DOWN_CONTROL: frozenset((Kind.MESSAGE, Kind.WORDS, Kind.AGAIN)),
-    Channel.DOWN_DATA: frozenset((Kind.DATA, Kind.END, Kind.WORDS)),
+    Channel.UP_DATA: frozenset((Kind.MESSAGE, Kind.WRITE, Kind.PART, Kind.BEAT)),
+    Channel.DOWN_CONTROL: frozenset((Kind.MESSAGE, Kind.WORDS, Kind.AGAIN, Kind.BEAT)),
+    Channel.DOWN_DATA: frozenset((Kind.DATA, Kind.END, Kind.WORDS, Kind.BEAT)),
     Channel.SERVER: frozenset((Kind.MESSAGE,)),
     Channel.SHARD_UP: frozenset((Kind.WRITE, Kind.TAKE, Kind.FLUSH)),
     Channel.SHARD_DOWN: frozenset((Kind.READ, Kind.DATA)),
@@ -154,6 +161,28 @@ def unpack(data: bytes | memoryview, channel: Channel) -> Header:
     if header.kind in (Kind.WORDS, Kind.END) and header.size != WORDS_BYTES:
         raise FrameError(f"a frame {header.kind.name} with {header.size} bytes of payload")
     return header
+
+
+class Silence:
+    """How long each of two connections has been silent while the other one was heard.
+
+    Time in which neither is heard does not count: the other end may be stopped, or this one, or the link is cut.
+    """
+
+    def __init__(self, one: Channel, other: Channel, now_s: float) -> None:
+        self._silent_s = {one: 0.0, other: 0.0}
+        self._heard_s = now_s
+
+    def heard(self, channel: Channel, now_s: float) -> None:
+        """A header has come. `FrameError` where bytes of the other connection must be missing."""
+        passed_s, self._heard_s = min(now_s - self._heard_s, _BEATS_APART_S), now_s
+        self._silent_s[channel] = 0.0
+        for other in self._silent_s.keys() - {channel}:
+            self._silent_s[other] += passed_s
+            if self._silent_s[other] > SILENT_S:
+                raise FrameError(
+                    f"nothing whole has come on {other.name} for {SILENT_S:g} s: bytes were lost on the way"
+                )
 
 
 class Words(NamedTuple):

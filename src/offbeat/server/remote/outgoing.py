@@ -8,8 +8,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from offbeat.server.remote.frames import GRADIENTS, PIECE_BYTES, Header
 
@@ -46,52 +45,48 @@ class Pace:
             self._set(self.piece_bytes // 2)
 
 
-class _Extent(NamedTuple):
-    """Bytes of a region, wherever they are in memory here."""
-
-    offset: int
-    data: memoryview
-
-    @property
-    def end(self) -> int:
-        return self.offset + len(self.data)
-
-
-@dataclass(slots=True)
 class _Write:
-    """Bytes of a region that are to be sent: parts that lie side by side in it, in order."""
+    """Bytes of a region that are to be sent: parts that lie side by side in it, each wherever it is in memory here."""
 
-    header: Header  # without its offset and size
-    parts: deque[_Extent]
+    def __init__(self, header: Header, offset: int, data: memoryview) -> None:
+        self.header = header  # without its offset and size
+        self._parts = {offset: data}
+        self._start, self._end = offset, offset + len(data)
 
-    def take(self, new: _Extent) -> bool:
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def take(self, offset: int, data: memoryview) -> bool:
         """Whether this is sent with it: beside the others, or in place of those that it covers."""
-        if new.end == self.parts[0].offset:
-            self.parts.appendleft(new)
-            return True
-        if new.offset == self.parts[-1].end:
-            self.parts.append(new)
-            return True
-        before = [one for one in self.parts if one.end <= new.offset]
-        after = [one for one in self.parts if one.offset >= new.end]
-        covered = [one for one in self.parts if new.offset <= one.offset and one.end <= new.end]
-        if not covered or len(before) + len(covered) + len(after) < len(self.parts):
+        end = offset + len(data)
+        if end < self._start or offset > self._end:
             return False
-        self.parts = deque((*before, new, *after))
+        covered, at = [], max(offset, self._start)
+        while at < min(end, self._end):
+            if at not in self._parts:
+                return False
+            covered.append(at)
+            at += len(self._parts[at])
+        if at > max(end, self._start):  # it covers only a part of the last one
+            return False
+        for one in covered:
+            del self._parts[one]
+        self._parts[offset] = data
+        self._start, self._end = min(offset, self._start), max(end, self._end)
         return True
 
     def piece(self, most_bytes: int) -> tuple[Header, list[memoryview]]:
         """So much of it from its beginning, which is left out from then on."""
-        offset, size = self.parts[0].offset, 0
+        offset = self._start
         found: list[memoryview] = []
-        while self.parts and size < most_bytes and len(found) < _MOST_PARTS:
-            at, data = self.parts.popleft()
-            taken = min(len(data), most_bytes - size)
+        while self._parts and self._start - offset < most_bytes and len(found) < _MOST_PARTS:
+            data = self._parts.pop(self._start)
+            taken = min(len(data), most_bytes - (self._start - offset))
             found.append(data[:taken])
-            size += taken
+            self._start += taken
             if taken < len(data):
-                self.parts.appendleft(_Extent(at + taken, data[taken:]))
-        return self.header._replace(size=size, offset=offset), found
+                self._parts[self._start] = data[taken:]
+        return self.header._replace(size=self._start - offset, offset=offset), found
 
 
 class Outgoing:
@@ -100,16 +95,23 @@ class Outgoing:
     def __init__(self) -> None:
         self._queue: deque[_Write | tuple[Header, bytes]] = deque()
         self._changed = threading.Condition()
+        self._minibatch = 0  # the latest of which gradients were written
         self._busy = False
 
     def write(self, header: Header, data: memoryview) -> None:
-        """These bytes, as they are when they are sent."""
-        what, part = header._replace(size=0, offset=0), _Extent(header.offset, data)
+        """These bytes, as they are when they are sent. Gradients of earlier minibatches are not wanted by then."""
+        what = header._replace(size=0, offset=0)
         with self._changed:
+            if header.region in GRADIENTS and header.number > self._minibatch:
+                self._minibatch = header.number
+                self._queue = deque(one for one in self._queue if not self._is_late(one))
             last = self._queue[-1] if self._queue else None
-            if not (isinstance(last, _Write) and last.header == what and last.take(part)):
-                self._queue.append(_Write(what, deque([part])))
+            if not (isinstance(last, _Write) and last.header == what and last.take(header.offset, data)):
+                self._queue.append(_Write(what, header.offset, data))
             self._changed.notify()
+
+    def _is_late(self, one: _Write | tuple[Header, bytes]) -> bool:
+        return isinstance(one, _Write) and one.header.region in GRADIENTS and one.header.number < self._minibatch
 
     def add(self, header: Header, payload: bytes) -> None:
         with self._changed:
@@ -137,7 +139,7 @@ class Outgoing:
                     self._queue.popleft()
                     continue
                 found = first.piece(piece_bytes)
-                if not first.parts:
+                if not first:
                     self._queue.popleft()
                 self._busy = True
                 return found

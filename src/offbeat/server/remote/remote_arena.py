@@ -25,6 +25,7 @@ from offbeat.collectives.sync import Word
 from offbeat.errors import PeerError
 from offbeat.server import sparse_rows
 from offbeat.server.arena import Arena, Pieces, square_of, stamp
+from offbeat.server.device_copies import DeviceCopies, pin
 from offbeat.server.parameter_layout import DTYPES, ModelTensors, ParameterLayout
 from offbeat.server.remote.frames import SEED_BYTES, FrameError, Header, Kind, Reading, Region, Words
 from offbeat.server.remote.road_process import bytes_of, coded_push
@@ -34,6 +35,7 @@ from offbeat.server.run_setting import RunSetting
 _WORD_BYTES = 4096
 _WORDS_EACH = 8  # a cache line
 _PINS_KEPT = 64
+LARGE_BYTES = 64 * 1024
 READ_S = 600.0  # for what was asked for
 
 
@@ -56,6 +58,7 @@ class RemoteArena(Arena):
         self.weights = [torch.zeros(table.items, dtype=dtype) for _ in (GO_BUFFER, ASK_BUFFER)]
         slot = torch.zeros(table.items, dtype=DTYPES[table.gradients])
         self.slots = [slot] * setting.slots  # whichever is granted
+        self.copies = DeviceCopies()
         self.extra = torch.zeros(table.extra, dtype=dtype)
         self.staging = []
         self.states = [{}]
@@ -98,9 +101,15 @@ class RemoteArena(Arena):
     # --- what the learner does --------------------------------------------------------------------------------------
 
     def minibatch_begun(self, minibatch: int, grant: int) -> None:
+        self.filled()  # what is left of the one before is not sent as this one's
         self._minibatch = minibatch
 
-    def fill(self, slot: int, index: int, gradient: Tensor, *, stays: bool = False) -> float:
+    def fill(self, slot: int, index: int, gradient: Tensor, *, stays: bool = False) -> float | None:
+        if gradient.device.type == "cuda" and index not in self.row_tables:
+            start, size = self.offsets[index], self.table.sizes[index]
+            place = self.slots[slot][start : start + size].view(gradient.shape)
+            self.copies.start(place, gradient, lambda: self._send_gradient(slot, start, size))
+            return None
         if stays and self._is_as_sent(index, gradient):
             square = self.square(gradient)
             assert square is not None
@@ -114,10 +123,15 @@ class RemoteArena(Arena):
         self._send_gradient(slot, self.offsets[index], self.table.sizes[index])
         return square
 
+    def pin(self) -> None:
+        vectors = (self.slots[0], *self.weights)
+        pin(self, [(vector.data_ptr(), vector.nbytes) for vector in vectors])
+
     def _is_as_sent(self, index: int, gradient: Tensor) -> bool:
-        """Whether it need not be copied to be sent."""
+        """Whether it need not be copied to be sent. Small ones are: there the copy is not what takes the time."""
         right = gradient.device.type == "cpu" and gradient.dtype == self.slots[0].dtype and gradient.is_contiguous()
-        return right and self._coded is None and index not in self.row_tables
+        plain = gradient.nbytes >= LARGE_BYTES and not gradient.is_neg() and not gradient.is_conj()
+        return right and plain and self._coded is None and index not in self.row_tables
 
     def clear(self, slot: int, indices: Iterable[int]) -> None:
         absent = tuple(indices)

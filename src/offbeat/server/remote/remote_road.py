@@ -30,8 +30,8 @@ from offbeat.server import handshake
 from offbeat.server.arena import Arena
 from offbeat.server.remote.frames import (
     HEADER_BYTES,
+    IDLE_S,
     LEARNER_CHANNELS,
-    PIECE_BYTES,
     WORDS_BYTES,
     Channel,
     FrameError,
@@ -39,10 +39,11 @@ from offbeat.server.remote.frames import (
     Header,
     Kind,
     Reading,
+    Silence,
     unpack,
     unpack_words,
 )
-from offbeat.server.remote.outgoing import Outgoing, Pace, close_in_children
+from offbeat.server.remote.outgoing import LEAST_BYTES, Outgoing, Pace, close_in_children
 from offbeat.server.remote.remote_arena import RemoteArena
 from offbeat.server.remote.spread_arena import SpreadArena
 from offbeat.server.wire import MOST_BYTES, Paused, Push, Seeded, Welcome, WireError, decode_input, decode_output
@@ -71,6 +72,7 @@ class Link:
         self._pace = Pace()
         self._pace.begin(raw_of(connections[Channel.UP_DATA]))
         self._carrier: threading.Thread | None = None
+        self._silence = Silence(Channel.DOWN_CONTROL, Channel.DOWN_DATA, time.monotonic())
         close_in_children(self)
 
     def start(self) -> None:
@@ -139,8 +141,8 @@ class Link:
 
     def hand_in(self, pause: int, part: bytes) -> None:
         """What the learner gives to the one who leads a pause; before it says that it pauses."""
-        for at in range(0, len(part), PIECE_BYTES):
-            piece = part[at : at + PIECE_BYTES]
+        for at in range(0, len(part), LEAST_BYTES):
+            piece = part[at : at + LEAST_BYTES]
             last = int(at + len(piece) == len(part))
             self._out.add(Header(Kind.PART, which=last, size=len(piece), number=pause, offset=at), piece)
 
@@ -173,20 +175,25 @@ class Link:
             self.end()
 
     def _send_data(self) -> None:
-        one, pace = self._connections[Channel.UP_DATA], self._pace
+        one, pace, sent_s = self._connections[Channel.UP_DATA], self._pace, 0.0
         while not self.broken:
             frame = self._out.next(self._cancel.get(), pace.piece_bytes)
-            if frame is not None:
-                header, parts = frame
-                began_s = time.monotonic()
-                send_all(one, [header.pack(), *parts])
-                pace.sent(header.size, time.monotonic() - began_s)
+            began_s = time.monotonic()
+            if frame is None and began_s - sent_s < IDLE_S:
+                continue
+            header, parts = frame or (Header(Kind.BEAT), ())
+            send_all(one, [header.pack(), *parts])
+            sent_s = time.monotonic()
+            pace.sent(header.size, sent_s - began_s)
+            del frame, parts  # they may be all that holds a gradient
 
     # --- down -------------------------------------------------------------------------------------------------------
 
     def _receive_header(self, channel: Channel, room: memoryview) -> Header:
         receive_all(self._connections[channel], room)
-        return unpack(room, channel)
+        header = unpack(room, channel)
+        self._silence.heard(channel, time.monotonic())
+        return header
 
     def _receive_control(self) -> None:
         one, room, small = self._connections[Channel.DOWN_CONTROL], _room(HEADER_BYTES), _room(MOST_BYTES)
@@ -198,7 +205,7 @@ class Link:
                 self.arena.set_words(unpack_words(payload))
             elif header.kind is Kind.AGAIN:
                 self._detach()
-            else:
+            elif header.kind is not Kind.BEAT:
                 data = bytes(payload)
                 message = decode_output(data)
                 if isinstance(message, Welcome):
@@ -219,6 +226,8 @@ class Link:
             header = self._receive_header(Channel.DOWN_DATA, room)
             if header.kind is Kind.DATA:
                 receive_all(one, self.arena.place(header))
+                continue
+            if header.kind is Kind.BEAT:
                 continue
             receive_all(one, words)
             self.arena.set_words(unpack_words(words))

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 import torch
@@ -40,6 +40,7 @@ from offbeat.server.arena import Arena
 from offbeat.server.parameter_layout import ParameterLayout
 from offbeat.server.remote.frames import (
     HEADER_BYTES,
+    IDLE_S,
     PIECE_BYTES,
     SEED_BYTES,
     Channel,
@@ -48,9 +49,11 @@ from offbeat.server.remote.frames import (
     Kind,
     Reading,
     Region,
+    Silence,
     Words,
     unpack,
 )
+from offbeat.server.remote.outgoing import Pace
 from offbeat.server.remote.road_state import ASK_BUFFER, GO_BUFFER, PinnedSend, RoadState
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.wire import (
@@ -150,6 +153,8 @@ class RoadProcess:
         self._writing = threading.Lock()  # a piece is being received into a slot
         self._saying = threading.Lock()  # of DOWN_CONTROL
         self._beats = HeartbeatLimit(time.monotonic())
+        self._silence = Silence(Channel.UP_CONTROL, Channel.UP_DATA, time.monotonic())
+        self._pace = Pace()
         self._jobs: SimpleQueue[PinnedSend | _ReadJob] = SimpleQueue()
         self._scratch = memoryview(bytearray(max(PIECE_BYTES, MOST_BYTES)))  # of the thread that receives data
         self._headers = {channel: memoryview(bytearray(HEADER_BYTES)) for channel in connections}
@@ -235,7 +240,9 @@ class RoadProcess:
     def _receive_header(self, channel: Channel) -> Header:
         data = self._headers[channel]
         receive_all(self._connections[channel], data)
-        return unpack(data, channel)
+        header = unpack(data, channel)
+        self._silence.heard(channel, time.monotonic())
+        return header
 
     def _receive_control(self) -> None:
         while True:
@@ -265,7 +272,7 @@ class RoadProcess:
             elif header.kind is Kind.PART:
                 receive_all(one, self._scratch[: header.size])
                 self._take_part(header)
-            else:
+            elif header.kind is Kind.WRITE:
                 with self._writing:
                     with self._lock:
                         target = self.state.target(header)
@@ -381,12 +388,15 @@ class RoadProcess:
 
     def _pass_words(self) -> None:
         """A cancel wakes this thread; the others are looked at now and then. It also sees that beats do not come."""
-        told = Words(0, 0, 0, 0)
+        told, said_s = Words(0, 0, 0, 0), 0.0
         while True:
-            words = self._words()
+            words, now_s = self._words(), time.monotonic()
             if words != told:
-                told = words
+                told, said_s = words, now_s
                 self._say(Header(Kind.WORDS, size=len(words.pack())), words.pack())
+            elif now_s - said_s > IDLE_S:
+                said_s = now_s
+                self._say(Header(Kind.BEAT))
             if self._beats.is_over(time.monotonic()):
                 raise OffbeatError(
                     f"it sent no heartbeat for {time.monotonic() - self._beats.heard_s:.1f} s (the limit is "
@@ -395,10 +405,16 @@ class RoadProcess:
             self._cancel.sleep(told.cancelled, WORDS_S)
 
     def _send_data(self) -> None:
+        one = self._connections[Channel.DOWN_DATA]
+        self._pace.begin(raw_of(one))
         while True:
-            job = self._jobs.get()
+            try:
+                job = self._jobs.get(timeout=IDLE_S)
+            except Empty:
+                send_all(one, [Header(Kind.BEAT).pack()])
+                continue
             # First: what was cancelled is known to be so before its weights are overwritten over there.
-            words, one = self._words().pack(), self._connections[Channel.DOWN_DATA]
+            words = self._words().pack()
             send_all(one, [Header(Kind.WORDS, size=len(words)).pack(), words])
             whole = self._send_pinned(job) if isinstance(job, PinnedSend) else self._send_read(job)
             number, incarnation = (job.pin, job.incarnation) if isinstance(job, PinnedSend) else (job.number, 0)
@@ -475,12 +491,15 @@ class RoadProcess:
         is_wanted: Callable[[], bool],
         offset: int = 0,
     ) -> bool:
-        data, one = bytes_of(vector), self._connections[Channel.DOWN_DATA]
-        for start, end in pieces_of(len(data)):
+        data, one, start = bytes_of(vector), self._connections[Channel.DOWN_DATA], 0
+        while start < len(data):
             if not is_wanted():
                 return False
-            header = Header(Kind.DATA, region, index, end - start, number, offset + start)
-            send_all(one, [header.pack(), data[start:end]])
+            began_s, size = time.monotonic(), min(len(data) - start, self._pace.piece_bytes)
+            header = Header(Kind.DATA, region, index, size, number, offset + start)
+            send_all(one, [header.pack(), data[start : start + size]])
+            self._pace.sent(size, time.monotonic() - began_s)
+            start += size
         return True
 
     def _send_read(self, job: _ReadJob) -> bool:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -145,6 +147,8 @@ class ShardLink:
         if channel not in self._connections:
             greeting = Greeting(channel, self._learner, self._host, secrets.token_bytes(16))
             one = dial(self._place, self._key, greeting.pack(), _DIAL_S)
+            # Bytes that were lost on the way leave the rest unreadable, so an answer does not come.
+            raw_of(one).setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(LIMIT_S), 0))
             if channel is Channel.SHARD_UP:
                 self._pace.begin(raw_of(one))
             self._connections[channel] = one

@@ -109,6 +109,7 @@ class SpreadArena(RemoteArena):
     # --- gradients --------------------------------------------------------------------------------------------------
 
     def minibatch_begun(self, minibatch: int, grant: int) -> None:
+        self.filled()
         self._begun = minibatch, grant
         for shard in self._reached():
             shard.link.begin()
@@ -121,7 +122,7 @@ class SpreadArena(RemoteArena):
     def _is_wanted(self) -> bool:
         return self._cancelled() < self._begun[1]
 
-    def fill(self, slot: int, index: int, gradient: Tensor, *, stays: bool = False) -> float:
+    def fill(self, slot: int, index: int, gradient: Tensor, *, stays: bool = False) -> float | None:
         """Always copied: what a broken connection has lost is sent again from the slot."""
         return super().fill(slot, index, gradient)
 
