@@ -100,7 +100,7 @@ def test_a_copy_that_fails_to_be_sent_is_told_where_it_is_waited_for() -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("line", ["async", "k-sync:1"])
+@pytest.mark.parametrize("line", ["async", "k-async:2"])
 def test_learners_on_a_gpu_push_and_fetch_what_those_on_a_cpu_do(line: str) -> None:
     asked = {"do": "push", "sizes": [1000, 24, 100_000, 1], "seconds": 1.0, "warm_up": 2, "in_place": False}
     plan = ServerPlan(
