@@ -256,12 +256,7 @@ def run_host_killed(lab: Lab, folder: Path, seed: int, *, mirrored: bool = False
     successor = run.hosts[1]
     wait_until(lambda: tail.now_s() > 0 and bool(tail.updates), "the successor makes an update")
     back_s = time.monotonic() - killed_s
-    all_push = partial(_all_push, tail, HOSTS - 1)
-    try:
-        wait_until(all_push, "all that are left push")
-    except RunFailedError as error:
-        outputs = {host: process.output[-1500:] for host, process in run.hosts.items()}
-        raise RunFailedError(f"{error}; {outputs}") from None
+    _wait_until_all_push(run, tail)
     time.sleep(CALM_S)
     successor.send_signal(2)
     wrong = [
@@ -283,9 +278,18 @@ def run_host_killed(lab: Lab, folder: Path, seed: int, *, mirrored: bool = False
     return Outcome(found._replace(wrong=(*wrong, *found.wrong)), back_s, back_s)
 
 
-def _all_push(tail: LogTail, learners: int) -> bool:
-    tail.poll()
-    return len({learner for _, learner, _ in tail.pushes[-50:]}) == learners
+def _wait_until_all_push(run: RemoteRun, tail: LogTail) -> None:
+    """All that are left of the hosts."""
+
+    def all_push() -> bool:
+        tail.poll()
+        return len({learner for _, learner, _ in tail.pushes[-50:]}) == HOSTS - 1
+
+    try:
+        wait_until(all_push, "all that are left push")
+    except RunFailedError as error:
+        outputs = {host: process.output[-1500:] for host, process in {**run.hosts, 0: run.process}.items()}
+        raise RunFailedError(f"{error}; last pushes {tail.pushes[-5:]}; {outputs}") from None
 
 
 def server_host_killed(lab: Lab, folder: Path, seed: int) -> Outcome:
@@ -308,7 +312,7 @@ def server_host_killed(lab: Lab, folder: Path, seed: int) -> Outcome:
     tail = run.tail = LogTail(RunDir(run.folder).log(2))
     run.wait_for(lambda: tail.now_s() > 0 and bool(tail.updates), "the run goes on")
     back_s = time.monotonic() - killed_s
-    run.wait_for(partial(_all_push, tail, HOSTS - 1), "all that are left push")
+    _wait_until_all_push(run, tail)
     time.sleep(CALM_S)
     found = run.finish(judge=judged_continued)
     return Outcome(found, back_s, back_s)

@@ -401,6 +401,15 @@ def test_a_gateway_that_was_replaced_lets_learners_back_to_the_places_they_had()
     assert Places(1, 4).admit(3, A, 0.0) == ""
 
 
+def test_a_learner_that_is_refused_keeps_no_place() -> None:
+    """One of the run before, that a gateway of the new run does not know from one that comes back."""
+    places = Places(1, 3)
+    assert places.admit(1, A, 0.0) == "" and places.admit(2, A, 0.0) == ""
+    places.refused(1)
+    places.left(2, 0.0)
+    assert places.take(B, 2, 0.1) == (1,)
+
+
 # --- heartbeats -------------------------------------------------------------------------------------------------------
 
 

@@ -55,6 +55,7 @@ from offbeat.server.remote.server_places import ServerPlace, ServerPlaces
 from offbeat.spec import count_of
 
 KEPT_S = 5.0
+_REFUSED = 3  # exit code of a road whose learner was refused
 COMPLETE_S = 10.0  # for the four connections of a learner
 ENTER_S = 10.0  # for a host to take the next bytes of its answer
 MOST_SESSIONS = 1024  # of which some connections have come, and not all
@@ -167,6 +168,12 @@ class Places:
         """Its learner is not connected any more."""
         self._busy.discard(number)
         self._until_s[number] = now_s + KEPT_S
+
+    def refused(self, number: int) -> None:
+        """Its learner was sent away, as one of the run before is: the place is not kept for its host."""
+        self._busy.discard(number)
+        self._host.pop(number, None)
+        self._until_s.pop(number, None)
 
     def hosts(self) -> set[bytes]:
         """Those with a learner that is connected."""
@@ -342,7 +349,7 @@ class Gateway:
             keep = {raw_of(one).fileno() for one in connections.values()} | {self._supervisor.fileno()}
             self._roads[number] = fork(
                 f"road of learner {number} ({address})",
-                lambda: RoadProcess(options, connections).serve(),
+                lambda: _serve(RoadProcess(options, connections)),
                 keep=keep,
                 captured=False,
             )
@@ -407,8 +414,15 @@ class Gateway:
             servers.lost(servers.places.told(lost), 1 + len(servers.places.hosts() | self._places.hosts()))
 
     def _reap(self, number: int, now_s: float) -> None:
-        self._roads.pop(number).wait()
-        self._places.left(number, now_s)
+        if self._roads.pop(number).wait() == _REFUSED:
+            self._places.refused(number)
+        else:
+            self._places.left(number, now_s)
+
+
+def _serve(road: RoadProcess) -> None:
+    if not road.serve():
+        os._exit(_REFUSED)
 
 
 def _has_ended(child: ChildProcess) -> bool:

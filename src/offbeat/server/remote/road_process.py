@@ -163,12 +163,14 @@ class RoadProcess:
 
     # --- the beginning ----------------------------------------------------------------------------------------------
 
-    def serve(self) -> None:
-        """Until the learner or the run is gone."""
+    def serve(self) -> bool:
+        """Until the learner or the run is gone; False if the learner was refused."""
         torch.set_num_threads(1)
         with contextlib.suppress(ClosedError, OSError):
-            if self._join():
-                self._serve()
+            if not self._join():
+                return False
+            self._serve()
+        return True
 
     def _join(self) -> bool:
         """Let the coordinator decide on the learner's handshake; whether it is in."""
