@@ -256,9 +256,11 @@ class PushGradient(PushMode):
         return square is None or square == self._squares[index]
 
     def step(self, report: PushReport, absent: tuple[int, ...]) -> None:
+        self.arena.filled()  # else a copy could come after what is cleared
         self.arena.clear(self.state.slot, absent)
         for index in absent:
             self._squares[index] = 0.0
+            self._copied.pop(index, None)
         copied, self._copied = self._copied, {}
         finite = math.isfinite(sum(self._squares)) and are_finite(copied.values(), self.arena.slots[0].dtype)
         self.push(report, absent=absent, finite=finite)

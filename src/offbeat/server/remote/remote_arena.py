@@ -2,8 +2,8 @@
 
 What is filled into the slot is sent while backward goes on (`Uplink.write`), and a gradient that stays as it is until
 its push is answered right from where it is; what the learner reads has been sent to it before, on the word of the
-coordinator. It has the methods of an `Arena`, so that the learner's code is the same. A
-buffer here is not one of the servers': `awaited` says in which of the two the weights of a pin are.
+coordinator. It has the methods of an `Arena`, so that the learner's code is the same. A buffer here is not one of the
+servers': `awaited` says in which of the two the weights of a pin are.
 
 Weights that were not wholly sent (a newer Go has cancelled them, or the connection broke) are taken all the same: by
 then the words say that the minibatch is cancelled or the incarnation given up, and what was read is thrown away.
