@@ -6,16 +6,19 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import torch
 
 from offbeat import codecs
 from offbeat.codecs.feedback import Feedback, Rounded
+from offbeat.network.connections import AnyConnection
 from offbeat.server.arena import stamp
 from offbeat.server.parameter_layout import ParameterLayout
-from offbeat.server.remote import road_process
+from offbeat.server.remote import frames, road_process
 from offbeat.server.remote.frames import (
+    HEADER_BYTES,
     LEARNER_CHANNELS,
     PIECE_BYTES,
     SEED_BYTES,
@@ -26,10 +29,12 @@ from offbeat.server.remote.frames import (
     Reading,
     Region,
     Words,
+    unpack,
 )
 from offbeat.server.remote.gateway import KEPT_S, Places
 from offbeat.server.remote.outgoing import LEAST_BYTES, Outgoing, Pace
 from offbeat.server.remote.remote_arena import LARGE_BYTES, RemoteArena
+from offbeat.server.remote.remote_road import Link
 from offbeat.server.remote.road_process import HeartbeatLimit, RoadOptions, RoadProcess
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.wire import Push, decode_input, encode
@@ -165,7 +170,7 @@ class Kernel:
 
 
 def test_pieces_are_as_large_as_a_connection_sends_in_a_hundredth_of_a_second() -> None:
-    for bytes_per_s, least, most in ((1.25e6, 1, 1), (1.25e8, 2, 8), (3e9, 8, 8)):
+    for bytes_per_s, least, most in ((1.25e6, 1, 1), (1.25e8, 8, 32), (3e9, 32, 32)):
         pace, kernel = Pace(), Kernel()
         pace.begin(kernel)  # type: ignore[arg-type]  # all of a socket that it uses
         for _ in range(20):
@@ -424,3 +429,48 @@ def test_the_limit_of_silence_is_ten_times_the_longest_pause_within_bounds() -> 
     assert not limit.is_over(4.9 + 8.9) and limit.is_over(4.9 + 9.1)
     limit.beat(100.0)
     assert limit.limit_s == 60.0
+
+
+# --- bytes that were lost ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def link() -> Iterator[tuple[Link, dict[Channel, socket.socket]]]:
+    """A learner's connections to a run, and their other ends."""
+    here: dict[Channel, AnyConnection] = {}
+    there = {}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for channel in LEARNER_CHANNELS:
+            here[channel] = socket.create_connection(listener.getsockname())
+            there[channel], _ = listener.accept()
+            there[channel].settimeout(10)
+    one = Link(here, arena_of())
+    one.start()
+    yield one, there
+    one.close()
+    for end in there.values():
+        end.close()
+
+
+def test_a_connection_on_which_nothing_is_sent_carries_a_sign_of_life(
+    link: tuple[Link, dict[Channel, socket.socket]],
+) -> None:
+    end = link[1][Channel.UP_DATA]
+    for _ in range(3):
+        assert unpack(end.recv(HEADER_BYTES, socket.MSG_WAITALL), Channel.UP_DATA).kind is Kind.BEAT
+
+
+def test_a_learner_that_was_sent_something_that_did_not_come_connects_again(
+    link: tuple[Link, dict[Channel, socket.socket]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frames, "SILENT_S", 0.5)
+    one, there = link
+    piece = Header(Kind.DATA, Region.WEIGHTS, 0, 24, 1, 0).pack() + bytes(24)
+    there[Channel.DOWN_DATA].sendall(piece[:-10])  # its end was lost on the way
+    end_s = time.monotonic() + 10
+    while not one.broken and time.monotonic() < end_s:
+        for channel in (Channel.DOWN_CONTROL, Channel.DOWN_DATA):
+            with suppress(OSError):
+                there[channel].sendall(Header(Kind.BEAT).pack())
+        time.sleep(0.05)
+    assert one.broken

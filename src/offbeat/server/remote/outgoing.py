@@ -12,7 +12,7 @@ from typing import Protocol
 
 from offbeat.server.remote.frames import GRADIENTS, PIECE_BYTES, Header
 
-LEAST_BYTES = 128 * 1024
+LEAST_BYTES = 32 * 1024
 QUICK_S, SLOW_S = 0.0025, 0.01
 _LOOK_S = 0.2  # where there is nothing to send
 _MOST_PARTS = 64  # of memory, in one frame
