@@ -129,9 +129,10 @@ class RemoteArena(Arena):
 
     def _is_as_sent(self, index: int, gradient: Tensor) -> bool:
         """Whether it need not be copied to be sent. Small ones are: there the copy is not what takes the time."""
+        if self._coded is not None or index in self.row_tables or gradient.nbytes < LARGE_BYTES:
+            return False
         right = gradient.device.type == "cpu" and gradient.dtype == self.slots[0].dtype and gradient.is_contiguous()
-        plain = gradient.nbytes >= LARGE_BYTES and not gradient.is_neg() and not gradient.is_conj()
-        return right and plain and self._coded is None and index not in self.row_tables
+        return right and not gradient.is_neg() and not gradient.is_conj()
 
     def clear(self, slot: int, indices: Iterable[int]) -> None:
         absent = tuple(indices)
