@@ -185,10 +185,10 @@ def learner(order: dict[str, Any], folder: Path, number: int) -> Points:
     """In a learner's process."""
     points = Points(order, folder, "learner", number)
 
-    def fill(original: Any, self: arena.Arena, slot: int, index: int, gradient: torch.Tensor) -> Any:
+    def fill(original: Any, self: arena.Arena, slot: int, index: int, gradient: torch.Tensor, **how: bool) -> Any:
         start, half = self.offsets[index], self.table.sizes[index] // 2
         points("fill", lambda: self.slots[slot][start : start + half].copy_(gradient.flatten()[:half]))
-        return original(self, slot, index, gradient)
+        return original(self, slot, index, gradient, **how)
 
     def fetch(original: Any, self: arena.Arena, parts: Any, pieces: Any, **how: bool) -> int:
         points("fetch", lambda: parts.trained[0].detach().zero_())
