@@ -196,7 +196,11 @@ class RemoteRun:
             found = self.tail.pushed_after(places, after_s, anew=anew)
             return found is not None
 
-        self.wait_for(is_back, f"a learner of hosts {list(hosts)} pushes again")
+        try:
+            self.wait_for(is_back, f"a learner of hosts {list(hosts)} pushes again")
+        except RunFailedError as error:
+            outputs = {host: self.hosts[host].output[-1500:] for host in hosts if host in self.hosts}
+            raise RunFailedError(f"{error}; {outputs}; {self.process.output[-500:]}") from None
         assert found is not None
         return found
 
