@@ -158,7 +158,7 @@ class RemoteRun:
         process = self.hosts[host]
         if "joined " in process.output:
             return True
-        if has_ended(process):
+        if process.has_ended:
             if not re.search("nobody listens|are taken", process.output):
                 raise RunFailedError(f"host {host} did not join: {process.output[-500:]}")
             time.sleep(0.1)
@@ -167,7 +167,7 @@ class RemoteRun:
 
     def join_all(self, address: Callable[[int], str] = lambda host: "") -> None:
         """All other hosts; until each has pushed."""
-        wait_until(lambda: (self.folder / "config.json").exists() or has_ended(self.process), "the run's folder")
+        wait_until(lambda: (self.folder / "config.json").exists() or self.process.has_ended, "the run's folder")
         for host in self.others:
             self.join(host, address(host))
         for host in self.others:
@@ -177,8 +177,8 @@ class RemoteRun:
 
     def wait_for(self, is_so: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
         """As `wait_until`, while the run goes on."""
-        wait_until(lambda: is_so() or has_ended(self.process), what, limit_s)
-        if has_ended(self.process):
+        wait_until(lambda: is_so() or self.process.has_ended, what, limit_s)
+        if self.process.has_ended:
             raise RunFailedError(f"the run ended with {self.process.wait(0)}: {self.process.output[-1500:]}")
 
     def places(self, host: int) -> list[int]:
@@ -218,14 +218,6 @@ class RemoteRun:
         wrong += [f"{left} processes left on host {host}" for host in used if (left := left_on(self.lab, host))]
         found = judged(self.folder, bits=bits) if judge is None else judge(self)
         return found._replace(wrong=(*wrong, *found.wrong))
-
-
-def has_ended(process: HostProcess) -> bool:
-    try:
-        process.wait(0.0)
-    except TimeoutError:
-        return False
-    return True
 
 
 def left_on(lab: Lab, host: int) -> int:

@@ -30,7 +30,7 @@ from offbeat.lab import Lab, Network
 from offbeat.lab.control import HostProcess
 from offbeat.runs.run_folder import RunDir
 from process import role_pids
-from process.remote_runs import LIMIT_S, RemoteRun, RunFailedError, has_ended
+from process.remote_runs import LIMIT_S, RemoteRun, RunFailedError
 
 HOSTS, LEARNERS, BANDWIDTH = 3, 6, "200Mbit/s"
 EVERY_S, SAMPLE_S = 3.0, 5.0
@@ -109,7 +109,7 @@ class SoakRun(RemoteRun):
     def join_again(self) -> None:
         """Whoever has left."""
         for place, process in tuple(self.hosts.items()):
-            if has_ended(process):
+            if process.has_ended:
                 lines = process.output.strip().splitlines()
                 self.reasons[f"{process.wait(0)}: {lines[-1] if lines else ''}"] += 1
                 self.join(place)
@@ -176,7 +176,7 @@ def soaked(run: SoakRun, minutes: float, seed: int) -> list[Sample]:
     begin_s = time.monotonic()
     strike_s = sample_s = begin_s
     while (now_s := time.monotonic()) < begin_s + 60 * minutes:
-        if has_ended(run.process):
+        if run.process.has_ended:
             raise RunFailedError(f"the run ended with {run.process.wait(0)}: {run.process.output[-1500:]}")
         nemesis.end_those_due(now_s)
         if now_s >= strike_s:

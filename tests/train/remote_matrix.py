@@ -123,10 +123,10 @@ def come_and_go(lab: Lab, key: Path, folder: Path, times: int) -> list[str]:
     own = ["--slow", "exp:0.05", "--join-within", "1s", "--train.epochs", str(ENDLESS)]
     run = lab.start(0, [*words_of(row, folder), *listening(lab, key, LEARNERS - 1), *own])
     joined = 0
-    while joined < times and not run_has_ended(run):
+    while joined < times and not run.has_ended:
         one = joining(lab, key, 1, 1)
         end_s = time.monotonic() + 30
-        while "joined" not in one.output and time.monotonic() < end_s and not run_has_ended(run):
+        while "joined" not in one.output and time.monotonic() < end_s and not run.has_ended:
             time.sleep(0.01)
         time.sleep(0.5)
         one.send_signal(2)
@@ -139,14 +139,6 @@ def come_and_go(lab: Lab, key: Path, folder: Path, times: int) -> list[str]:
     print(f"joined and left {joined} times in {epochs} epochs")
     audit = audited(read_log(RunDir(folder).log(1)), epochs=ENDLESS, samples=SAMPLES)
     return audit._replace(applied=audit.applied[:epochs], held=audit.held[:epochs]).complaints()
-
-
-def run_has_ended(run: HostProcess) -> bool:
-    try:
-        run.wait(0.0)
-    except TimeoutError:
-        return False
-    return True
 
 
 def main(words: Sequence[str] | None = None) -> int:

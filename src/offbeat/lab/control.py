@@ -126,6 +126,14 @@ class HostProcess:
             self._code = int(text) if text else -signal.SIGKILL  # its host has ended, and it too
         return self._code
 
+    @property
+    def has_ended(self) -> bool:
+        try:
+            self.wait(timeout_s=0.0)
+        except TimeoutError:
+            return False
+        return True
+
     def send_signal(self, number: int) -> None:
         """To it and the processes that it has started in its group; nothing if it has ended."""
         with contextlib.suppress(LabError):

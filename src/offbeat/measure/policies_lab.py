@@ -71,22 +71,14 @@ def _join(start: Callable[[], HostProcess], host: int, run: HostProcess) -> Host
     end_s = time.monotonic() + _JOIN_S
     process = start()
     while "joined" not in process.output:
-        if _has_ended(run):
+        if run.has_ended:
             raise OffbeatError(f"bench: the run ended before host {host} joined: {_last_line(run.output)}")
         if time.monotonic() > end_s:
             raise OffbeatError(f"bench: host {host} did not join: {_last_line(process.output)}")
-        if _has_ended(process) and "joined" not in process.output:
+        if process.has_ended and "joined" not in process.output:
             process = start()
         time.sleep(_LOOK_S)
     return process
-
-
-def _has_ended(process: HostProcess) -> bool:
-    try:
-        process.wait(timeout_s=0.0)
-    except TimeoutError:
-        return False
-    return True
 
 
 def _last_line(text: str) -> str:
