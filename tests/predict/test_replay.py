@@ -256,6 +256,17 @@ def test_a_way_for_several_minibatches_is_one_for_each_where_each_is_reduced() -
     )
 
 
+def test_a_learner_of_which_nothing_came_is_named() -> None:
+    run = made("async", [1.0], [1.0])
+    assert not any("reached the server" in note for note in notes_of(run))
+    first, second = run.recorded.learners
+    silent = replace(run.recorded, learners=(first, replace(second, sends_s=np.zeros(0))))
+    assert any(
+        "no gradient of learner 1 reached the server" in note for note in notes_of(replace(run, recorded=silent))
+    )
+    assert Replay(run=replace(run, recorded=silent), samples=SAMPLES)("async").seconds > 0
+
+
 def test_one_learner_reduces_with_nobody_and_it_is_said() -> None:
     run = made("ring", [1.0], [2.0], back_s=0.5)
     alone = Replay(run=run, samples=SAMPLES, learners=1)

@@ -260,7 +260,7 @@ def test_a_minibatch_of_a_clock_that_is_ahead_ends_now_and_is_as_long_as_it_was(
 # --- the learner's memory ---------------------------------------------------------------------------------------------
 
 
-def arena_of(line: str = "async", sizes: tuple[int, int] = (6, 10)) -> RemoteArena:
+def arena_of(line: str = "async", sizes: tuple[int, int] = (6, 10), widths: tuple[int, ...] = ()) -> RemoteArena:
     table = ParameterLayout(
         sizes=sizes,
         groups=(0, 0),
@@ -272,6 +272,7 @@ def arena_of(line: str = "async", sizes: tuple[int, int] = (6, 10)) -> RemoteAre
         clip_norm=0.0,
         in_place=False,
         digest="x",
+        widths=widths,
     )
     return RemoteArena(table, RunSetting(line=line, learners=3), 2)
 
@@ -313,7 +314,7 @@ def test_a_large_gradient_that_stays_is_sent_from_where_it_is_if_it_is_as_it_tra
     arena.minibatch_begun(stamp(2, 9), 0)
     gradient = torch.ones(items)
     assert arena.fill(2, 1, gradient, stays=True) == items
-    copied = gradient.double(), torch.ones(2 * items)[::2], -torch._neg_view(gradient), gradient
+    copied = gradient.double(), torch.ones(2 * items)[::2], torch._neg_view(-gradient), gradient
     for one, stays in zip(copied, (True, True, True, False), strict=True):
         arena.fill(2, 1, one, stays=stays)
     gradient[0] = 7.0  # what is sent is what is there by then
@@ -329,6 +330,19 @@ def test_a_gradient_of_one_number_may_have_any_stride(stays: bool) -> None:
     for number, one in enumerate((torch.ones(1).expand(1), torch.ones(2)[::2], torch._neg_view(-torch.ones(1)))):
         assert arena.fill(0, 0, one, stays=stays) == 1.0
         assert bytes(uplink.sent[number]) == torch.ones(1).numpy().tobytes()
+
+
+def test_of_a_table_only_the_rows_that_are_there_are_sent() -> None:
+    arena, uplink = arena_of(widths=(0, 5)), Kept()
+    arena.connected(uplink)
+    arena.minibatch_begun(stamp(2, 9), 0)
+    arena.fill(
+        2, 1, torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1, 5), (2, 5), check_invariants=True), stays=True
+    )
+    arena.deliver(2)
+    ((header, data),) = zip(uplink.writes, uplink.sent, strict=True)
+    assert (header.region, header.which, header.number) == (Region.ROWS, 1, stamp(2, 9))
+    assert 5 * 4 <= len(data) < 2 * 5 * 4
 
 
 def test_with_a_codec_only_the_payload_is_sent_and_it_has_the_size_that_is_priced() -> None:
@@ -423,6 +437,7 @@ def test_a_gateway_that_was_replaced_lets_learners_back_to_the_places_they_had()
 def test_a_learner_that_is_refused_keeps_no_place() -> None:
     """One of the run before, that a gateway of the new run does not know from one that comes back."""
     places = Places(1, 3)
+    assert places.take(A, 2, 0.0) == (1, 2)
     assert places.admit(1, A, 0.0) == "" and places.admit(2, A, 0.0) == ""
     places.refused(1)
     places.left(2, 0.0)
@@ -483,8 +498,7 @@ def test_a_learner_that_was_sent_something_that_did_not_come_connects_again(
     there[Channel.DOWN_DATA].sendall(piece[:-10])  # its end was lost on the way
     end_s = time.monotonic() + 10
     while not one.broken and time.monotonic() < end_s:
-        for channel in (Channel.DOWN_CONTROL, Channel.DOWN_DATA):
-            with suppress(OSError):
-                there[channel].sendall(Header(Kind.BEAT).pack())
+        with suppress(OSError):
+            there[Channel.DOWN_CONTROL].sendall(Header(Kind.BEAT).pack())
         time.sleep(0.05)
     assert one.broken
